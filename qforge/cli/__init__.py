@@ -1,0 +1,1 @@
+"""The command line: one file per verb, each parses and prints, nothing else."""

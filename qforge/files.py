@@ -1,0 +1,101 @@
+"""Writing files so that a reader never sees half of one: temporary name, then rename; hashes; the lock on an output folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from qforge.errors import OutputError
+
+
+@contextlib.contextmanager
+def readable_errors(path: Path) -> Iterator[None]:
+    """Turn what the operating system says about writing `path` into one clear OutputError."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutputError(f"the disk is full: writing {path} failed; free some space and run again (finished work is kept)") from e
+        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EEXIST, errno.EISDIR):
+            raise OutputError(f"cannot write {path}: {e.strerror}; choose another --out") from e
+        raise
+
+
+@contextlib.contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; when the block succeeds the file is synced and renamed to `path`, otherwise it is removed."""
+    with readable_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.part")
+        try:
+            yield temporary
+            with open(temporary, "rb") as f:
+                os.fsync(f.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically (UTF-8, newlines as given)."""
+    with atomic(path) as temporary:
+        temporary.write_bytes(text.encode())
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty temporary folder beside `path`; when the block succeeds it replaces `path`, otherwise it is removed."""
+    with readable_errors(path):
+        temporary = path.with_name(f".{path.name}.part")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+            shutil.rmtree(path, ignore_errors=True)
+            os.replace(temporary, path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sha256_file(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def sha256_tree(folder: Path) -> str:
+    """Hex SHA-256 over the sorted relative names and contents of all files below `folder`."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + sha256_file(path).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files below a folder."""
+    return path.stat().st_size if path.is_file() else sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+
+
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of an output folder (made if missing); the operating system releases it when the process dies.
+
+    Raises:
+        OutputError: another process holds it, or the folder cannot be written.
+    """
+    with readable_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = open(folder / ".lock", "a")
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise OutputError(f"{folder} is in use by another qforge run; wait for it or choose another --out") from e
+        yield

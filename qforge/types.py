@@ -1,0 +1,171 @@
+"""Plain data that several rooms share: what a model is (ModelSpec), what a run reports (Results and its parts). Standard library only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding of one kind of layer: base, and scaling as Hugging Face's `rope_parameters` writes it (`default`, `llama3`, `linear`, `yarn`)."""
+
+    theta: float
+    kind: str = "default"
+    parameters: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A decoder-only model as data: everything that the runtime's one decoder must know of a family.
+
+    Attributes:
+        family: Hugging Face `model_type` (`llama`, `qwen2`, ...).
+        hidden_act: `silu` or `gelu_pytorch_tanh`.
+        layer_windows: per layer, the sliding window in tokens or 0 for full attention.
+        layer_ropes: per layer, its rotary embedding.
+        attention_scale: multiplier of q.k (head_dim ** -0.5 unless the family says otherwise).
+        norm_offset: 1.0 where the norm multiplies by (1 + weight) (Gemma), else 0.0.
+        embedding_scale: multiplier of token embeddings (sqrt(hidden) for Gemma), else 1.0.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    norm_eps: float
+    hidden_act: str
+    tied_head: bool
+    layer_windows: tuple[int, ...]
+    layer_ropes: tuple[RopeSpec, ...]
+    attention_scale: float
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Sums over one document or window, the unit of resampling. `agree`: positions where both models rank the same token first."""
+
+    tokens: int
+    nll_candidate: float
+    nll_reference: float | None = None
+    kl_sum: float | None = None
+    agree: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One model (candidate) on one text, beside another (reference) if there is one. Perplexity protocol: `protocol`, in words and numbers."""
+
+    text_sha256: str
+    protocol: dict[str, Any]
+    engine: str
+    tokens: int
+    candidate: dict[str, float]
+    clusters: list[Cluster]
+    reference: dict[str, float] | None = None
+    perplexity_ratio: float | None = None
+    perplexity_ratio_ci95: tuple[float, float] | None = None
+    kl_mean: float | None = None
+    kl_mean_ci95: tuple[float, float] | None = None
+    kl_p99: float | None = None
+    top1_agreement: float | None = None
+    top1_agreement_ci95: tuple[float, float] | None = None
+    base: dict[str, float] | None = None
+    tasks: dict[str, Any] = field(default_factory=dict)
+    reference_engine: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """One foreign engine's reading of an export, compared with our runtime over the same integers."""
+
+    engine: str
+    version: str
+    kl_mean: float | None = None
+    top1_agreement: float | None = None
+    positions: int | None = None
+    weights_equal: bool | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """One export. `lossless`: equal codes, equal scales, equal fp32 dequantization. `skipped_because`: why it, or a verifier of it, was left out."""
+
+    format: str
+    path: str | None = None
+    sha256: str | None = None
+    size_bytes: int | None = None
+    lossless: bool | None = None
+    verified_by: list[Verification] = field(default_factory=list)
+    skipped_because: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GateResult:
+    """One gate: the figure's name, the limit as the recipe wrote it, the value, the verdict. `on`: error, warn or off."""
+
+    name: str
+    limit: str
+    value: float
+    passed: bool
+    on: str = "error"
+    interval: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerResult:
+    """One linear: its scheme (`None`: left as it was), the relative error of its weight (Frobenius) and, with calibration, of its output."""
+
+    name: str
+    scheme: str | None
+    relative_error: float | None = None
+    output_error: float | None = None
+    bits_per_weight: float | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a run leaves in results.json; the report reads only this. Field names are a contract."""
+
+    qforge_version: str
+    recipe: dict[str, Any]
+    recipe_sha256: str
+    model: dict[str, Any]
+    artifact: dict[str, Any]
+    calibration: dict[str, Any] | None
+    evaluation: Evaluation | None
+    exports: list[ExportResult]
+    gates: list[GateResult]
+    layers: list[LayerResult]
+    adapters: list[dict[str, Any]]
+    work: dict[str, int]
+    timings: dict[str, float]
+    peak_rss_bytes: int
+    memory: dict[str, int]
+    environment: dict[str, Any]
+    warnings: list[str] = field(default_factory=list)
+    schema_version: int = 1
+
+    @property
+    def passed(self) -> bool:
+        """Whether no gate that is an error failed."""
+        return all(g.passed or g.on != "error" for g in self.gates)
+
+    def to_json(self) -> str:
+        """The text of results.json."""
+        return json.dumps(asdict(self), indent=1, allow_nan=False) + "\n"

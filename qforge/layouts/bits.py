@@ -32,13 +32,15 @@ def pack_words(values: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
     else:
         single = np.unpackbits(rows.numpy()[..., None], axis=-1, count=bits, bitorder="little")
         data = torch.from_numpy(np.packbits(single.reshape(*rows.shape[:-1], -1), axis=-1, bitorder="little"))
-    words = torch.nn.functional.pad(data, (0, padding)).contiguous().view(torch.int32)
+    padded = torch.nn.functional.pad(data, (0, padding))
+    words = padded.flatten().view(torch.int32).reshape(*padded.shape[:-1], -1)  # flat first: a row of one element has no usable stride
     return words.transpose(dim, -1).contiguous()
 
 
 def unpack_words(words: torch.Tensor, bits: int, count: int, dim: int = -1) -> torch.Tensor:
     """The `count` values (uint8) that `pack_words` packed along `dim` into int32 words."""
-    data = words.transpose(dim, -1).contiguous().view(torch.uint8)
+    rows = words.transpose(dim, -1)
+    data = rows.flatten().view(torch.uint8).reshape(*rows.shape[:-1], 4 * rows.shape[-1])
     if bits == 8:
         values = data
     elif bits == 4:

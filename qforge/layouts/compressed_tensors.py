@@ -137,11 +137,11 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Sequence[str]) -
         ignored: module names of the linears that are not quantized, the output head included.
     """
     counts = Counter(schemes.values())
-    ordered = sorted(counts, key=lambda s: (-counts[s], str(s)))
+    ordered = sorted(counts, key=lambda s: (counts[s], str(s)))  # the class target last, or compressed-tensors warns about the exact ones
     mixed = len(ordered) > 1
     groups = {}
     for i, scheme in enumerate(ordered):
-        targets = ["Linear"] if i == 0 else sorted(name for name, s in schemes.items() if s == scheme)
+        targets = ["Linear"] if scheme is ordered[-1] else sorted(name for name, s in schemes.items() if s == scheme)
         groups[f"group_{i}"] = _group(scheme, targets, padded_zeros=mixed)
     formats = {format_of(s) for s in ordered}
     config: dict[str, Any] = {

@@ -1,0 +1,1 @@
+"""Where weights come from: sources, names, adapters, and models as chains of decoder blocks."""

@@ -1,0 +1,86 @@
+"""Tensor names: what Hugging Face calls a tensor, what GGUF calls it, and which rows or values the two store differently.
+
+The names themselves are the gguf package's (`TensorNameMap`, llama.cpp's converter); this file says which modules a family has, that llama.cpp's
+`llama` architecture wants the rows of q and k in interleaved rotary order, and that it stores Gemma's norms as 1 + weight.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from qforge.errors import UnsupportedError
+
+# Hugging Face model_type -> GGUF `general.architecture`
+GGUF_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
+
+_OUTER = ("model.embed_tokens", "model.norm", "lm_head")
+_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_POST_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+def gguf_architecture(model_type: str) -> str:
+    """GGUF's name of a Hugging Face family.
+
+    Raises:
+        UnsupportedError: a family that qforge has no GGUF names for; the message lists those it has.
+    """
+    if model_type not in GGUF_ARCHITECTURES:
+        raise UnsupportedError(f"GGUF names of the family '{model_type}' are not known; known are {', '.join(GGUF_ARCHITECTURES)}")
+    return GGUF_ARCHITECTURES[model_type]
+
+
+def gguf_names(model_type: str, num_layers: int) -> dict[str, str]:
+    """Hugging Face tensor name -> GGUF tensor name, for every weight and bias that a model of this family can have.
+
+    Raises:
+        UnsupportedError: as `gguf_architecture`.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    architecture = gguf_architecture(model_type)
+    arch = next(a for a, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    lookup = get_tensor_name_map(arch, num_layers)
+    names = {}
+    for module in (*_OUTER, *(f"model.layers.{i}.{m}" for i in range(num_layers) for m in _block_modules(model_type))):
+        found = lookup.get_name(module)
+        assert found is not None, module
+        for suffix in (".weight", ".bias"):
+            names[module + suffix] = found + suffix
+    return names
+
+
+def _block_modules(model_type: str) -> tuple[str, ...]:
+    modules = (*_ATTENTION, *_MLP, *_NORMS)
+    if model_type in ("qwen3", "gemma3_text"):
+        modules += _QK_NORMS
+    return (*modules, *_POST_NORMS) if model_type == "gemma3_text" else modules
+
+
+def gguf_permutes(model_type: str) -> bool:
+    """Whether GGUF stores the rows of q and k of this family in interleaved rotary order (`permute_rows`)."""
+    return gguf_architecture(model_type) == "llama"
+
+
+def permuted_heads(name: str, num_heads: int, num_kv_heads: int) -> int | None:
+    """Heads over which the rows of a Hugging Face tensor (weight or bias) are permuted in a family that `gguf_permutes`; None for all other tensors."""
+    if ".self_attn.q_proj." in name:
+        return num_heads
+    return num_kv_heads if ".self_attn.k_proj." in name else None
+
+
+def permute_rows(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Hugging Face row order `[heads, 2, d/2]` -> GGUF row order `[heads, d/2, 2]`; `[O]` or `[O, ...]` of any dtype, codes and scales alike."""
+    return tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def unpermute_rows(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """The inverse of `permute_rows`."""
+    return tensor.reshape(num_heads, tensor.shape[0] // num_heads // 2, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def gguf_norm_offset(model_type: str, name: str) -> float:
+    """What GGUF adds to a Hugging Face tensor when it stores it: 1 for Gemma's norms (whose modules multiply by 1 + weight), else 0."""
+    return 1.0 if gguf_architecture(model_type) == "gemma3" and name.endswith("norm.weight") else 0.0

@@ -7,6 +7,8 @@ Rounding is to nearest, ties to even (`torch.round`), on the exactly stored scal
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from qforge.errors import NumericalError, UnsupportedError
@@ -118,9 +120,11 @@ def encode(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None,
 
 
 def _nearest_in_book(x: torch.Tensor, number: Number) -> torch.Tensor:
-    values, order = torch.tensor(_CODE_BOOKS[number]).unique(sorted=True, return_inverse=True)
-    first = torch.stack([(order == i).nonzero()[0, 0] for i in range(len(values))])
-    return first[torch.bucketize(x.contiguous(), (values[1:] + values[:-1]) / 2)].to(torch.uint8)
+    book = _CODE_BOOKS[number]
+    values = sorted(set(book))  # 0.0 == -0.0: the positive zero is met first in every book
+    codes = torch.tensor([book.index(v) for v in values], dtype=torch.uint8)
+    middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(values)])
+    return codes[torch.bucketize(x.contiguous(), middles)]
 
 
 def decode(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:
@@ -169,11 +173,10 @@ def quantize_activations(x: torch.Tensor, scheme: Scheme, static_scale: torch.Te
             raise UnsupportedError("a static activation scheme needs a calibrated input scale")
         scale = static_scale
     else:
-        amount = (
-            x.unflatten(-1, (-1, a.granularity.columns)).abs().amax(-1).repeat_interleave(a.granularity.columns, -1)
-            if a.granularity.per is Per.GROUP
-            else x.abs().amax(-1, keepdim=True)
-        )
+        amount = x.abs().amax(-1, keepdim=True)
+        if a.granularity.per is Per.GROUP:
+            size = a.granularity.columns
+            amount = x.abs().reshape(*x.shape[:-1], -1, size).amax(-1).repeat_interleave(size, -1)
         if a.granularity.per is Per.TENSOR:
             amount = x.abs().amax()
         scale = amount / (largest(kind) if not a.number.is_int else 2.0 ** (a.number.bits - 1) - 1)

@@ -1,0 +1,43 @@
+"""Time and peak resident memory of stages, as the operating system accounts them."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class Meter:
+    """Seconds and peak resident bytes by stage name; a stage that runs twice adds up its seconds and keeps its larger peak."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.peaks: dict[str, int] = {"start": _status("VmRSS")}
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Measure a block of work."""
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # restarts the peak counter of this process (proc(5))
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.peaks[name] = max(self.peaks.get(name, 0), _status("VmHWM"))
+
+    def peak(self) -> int:
+        """Largest resident size of the process so far, bytes."""
+        return max([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, *self.peaks.values()])
+
+
+def _status(field: str) -> int:
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,128 @@
+"""GPTQ (Frantar et al., arXiv 2210.17323): quantize column by column and push each column's error onto the columns not yet quantized.
+
+With H = sum x^T x of the calibration inputs and U the upper Cholesky factor of H^-1 (U^T U = H^-1), column j's rounding error e_j =
+(w_j - q_j) / U_jj is subtracted from every later column k as e_j U_jk. Rows are independent of each other.
+
+Groups are static: scales are chosen from the original weights before the loop, so the order of columns (falling diagonal of H,
+`act_order`) needs no index at run time.
+
+Letters: O output features, I input features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from qforge import numerics
+from qforge.errors import NumericalError
+from qforge.methods import scales
+from qforge.methods.base import Options, Stats, check_finite
+from qforge.qlinear import QuantizedLinear, code_dtype
+from qforge.scheme import Scheme
+
+BLOCK = 128  # columns whose updates are kept together before they are pushed on in one matrix product
+_DAMPING_FACTOR, _DAMPING_LIMIT = 10.0, 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Factor:
+    """What all linears with the same input share: `order [I]`, `upper [I, I]` fp32 (Cholesky factor of the inverse, in that order), or a reason for having none."""
+
+    order: torch.Tensor
+    upper: torch.Tensor | None
+    note: str | None
+
+
+class GPTQ:
+    """Second-order rounding with a calibration Hessian."""
+
+    name = "gptq"
+    needs: frozenset[str] = frozenset({"hessian"})
+
+    def supports(self, scheme: Scheme) -> str | None:
+        """Weight-only integers and FP8 with one-level scales."""
+        if scheme.scale.super_granularity is not None:
+            return f"{scheme}: two-level scales are not available yet"
+        if scheme.activations is not None:
+            return f"{scheme}: quantized activations are not available yet"
+        return None
+
+    def quantize(self, weight: torch.Tensor, scheme: Scheme, stats: Stats | None, options: Options) -> tuple[QuantizedLinear, str | None]:
+        """See `Quantizer.quantize`; `stats.hessian` is `[I, I]`.
+
+        A column that calibration never excited is rounded to nearest. A Hessian that stays indefinite after raising the damping tenfold
+        up to ten times its mean diagonal makes the whole layer round to nearest; the note says so.
+        """
+        check_finite(weight)
+        assert stats is not None
+        assert stats.hessian is not None
+        factor = _shared_factor(stats, options)
+        scale, zero = scales.choose(weight, scheme, stats.hessian.diagonal(), options.scale_search)
+        if factor.upper is None:
+            return numerics.quantize(weight, scheme, scale, zero), factor.note
+        codes = _solve(weight, scheme, scale, zero, factor.order, factor.upper)
+        return QuantizedLinear(scheme, codes, scale, zero), factor.note
+
+
+def _shared_factor(stats: Stats, options: Options) -> _Factor:
+    key = (options.damping, options.act_order)
+    if key not in stats.factors:
+        assert stats.hessian is not None
+        stats.factors[key] = _factorize(stats.hessian, options)
+    factor = stats.factors[key]
+    assert isinstance(factor, _Factor)
+    return factor
+
+
+def _factorize(hessian: torch.Tensor, options: Options) -> _Factor:
+    diagonal = hessian.diagonal()
+    if not torch.isfinite(diagonal).all():
+        raise NumericalError("the calibration activations are NaN or infinite; the model overflows on this text")
+    dead = diagonal == 0
+    order = torch.argsort(diagonal, descending=True, stable=True) if options.act_order else torch.arange(len(diagonal))
+    notes = [f"{int(dead.sum())} inputs never excited by calibration were rounded to nearest"] if dead.any() else []
+    mean = float(diagonal[~dead].mean()) if not dead.all() else 1.0
+    damping = options.damping
+    while damping <= _DAMPING_LIMIT:
+        damped = hessian + torch.diag(torch.where(dead, torch.full_like(diagonal, mean), torch.full_like(diagonal, damping * mean)))
+        lower, failed = torch.linalg.cholesky_ex(damped[order][:, order].double())
+        if not failed:
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed and torch.isfinite(upper).all():
+                if damping != options.damping:
+                    notes.append(f"damping raised to {damping:g} to keep the Hessian positive definite")
+                return _Factor(order, upper.float().contiguous(), "; ".join(notes) or None)
+        damping = max(damping, 1e-4) * _DAMPING_FACTOR
+    notes.append("the Hessian is not positive definite at any damping: rounded to nearest")
+    return _Factor(order, None, "; ".join(notes))
+
+
+def _solve(weight: torch.Tensor, scheme: Scheme, scale: torch.Tensor, zero: torch.Tensor | None, order: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
+    """Codes `[O, I]` in the original column order."""
+    out_features, in_features = weight.shape
+
+    def per_column(values: torch.Tensor) -> torch.Tensor:
+        full = numerics.expand(values, scheme, out_features, in_features).expand(out_features, in_features)
+        return full[:, order].T.contiguous()
+
+    remaining = weight[:, order].T.contiguous()  # [I, O]: a column of the weight is one contiguous row
+    scale_IO = per_column(scale)
+    zero_IO = None if zero is None else per_column(zero)
+    codes_IO = torch.empty(in_features, out_features, dtype=code_dtype(scheme))
+    for start in range(0, in_features, BLOCK):
+        end = min(start + BLOCK, in_features)
+        errors = torch.empty(end - start, out_features)
+        for j in range(start, end):
+            zero_O = None if zero_IO is None else zero_IO[j]
+            codes_IO[j] = numerics.encode(remaining[j], scale_IO[j], zero_O, scheme)
+            error = (remaining[j] - numerics.decode(codes_IO[j], scale_IO[j], zero_O, scheme)) / upper[j, j]
+            errors[j - start] = error
+            if j + 1 < end:
+                remaining[j + 1 : end].addr_(upper[j, j + 1 : end], error, alpha=-1)
+        if end < in_features:
+            remaining[end:].addmm_(upper[start:end, end:].T, errors, alpha=-1)
+    codes = torch.empty(out_features, in_features, dtype=codes_IO.dtype)
+    codes[:, order] = codes_IO.T
+    return codes

@@ -1,0 +1,45 @@
+"""Choosing scales: range, or the smallest weighted squared rounding error over a grid of shrunken ranges.
+
+The grid search is what GPTQ's reference code and AutoGPTQ call `mse`, here with squares and with the calibration's diagonal as weights.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from qforge.numerics import decode, encode, expand, groups, minmax_parameters
+from qforge.scheme import Scheme
+
+GRID = tuple(1.0 - 0.025 * i for i in range(21))  # ranges from 100 % down to 50 %
+
+
+def choose(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None, search: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales `[R, C]` and zeros for a weight `[O, I]`.
+
+    Args:
+        weight: fp32 `[O, I]`.
+        scheme: the target.
+        importance: `[I]` fp32 weights of the squared error (the Hessian's diagonal), or None for equal ones.
+        search: False takes the full range.
+    """
+    scales, zeros = minmax_parameters(weight, scheme)
+    if not search:
+        return scales, zeros
+    weights = torch.ones(weight.shape[1]) if importance is None else importance / importance.mean().clamp(min=1e-30) + 1e-6
+    best = _error(weight, scheme, scales, zeros, weights)
+    for shrink in GRID[1:]:
+        s, z = minmax_parameters(weight, scheme, shrink)
+        error = _error(weight, scheme, s, z, weights)
+        better = error < best
+        best = torch.where(better, error, best)
+        scales = torch.where(better, s, scales)
+        if zeros is not None and z is not None:
+            zeros = torch.where(better, z, zeros)
+    return scales, zeros
+
+
+def _error(weight: torch.Tensor, scheme: Scheme, scales: torch.Tensor, zeros: torch.Tensor | None, weights: torch.Tensor) -> torch.Tensor:
+    o, i = weight.shape
+    scale, zero = expand(scales, scheme, o, i), None if zeros is None else expand(zeros, scheme, o, i)
+    rounded = decode(encode(weight, scale, zero, scheme), scale, zero, scheme)
+    return groups((rounded - weight).square_().mul_(weights), scheme).sum(-1)

@@ -1,0 +1,211 @@
+"""A model as a chain of decoder blocks: transformers' own modelling code on the meta device, one block materialised at a time.
+
+Peak memory is one block (and, at the ends, the embedding or the head) in fp32 plus the hidden states. Nothing here knows a model family: the
+blocks are found by structure, and what each block is called with is recorded by running the model's own forward with blocks that only pass on.
+
+Letters: B windows, T tokens of a window, D hidden width, V vocabulary, N positions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from qforge.errors import UnsupportedError
+from qforge.models.model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a block is called with beside the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class BlockModel:
+    """Decoder blocks of one model, to be run one after the other.
+
+    Attributes:
+        num_blocks: decoder blocks.
+        block_names: module name of each block (`model.layers.0`, ...).
+        head_name: module name of the output head (`lm_head`), None where the model has none.
+        vocab_size, hidden_size: shape of the embedding.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._weights = model.weights
+        self._module = _skeleton(model)
+        prefix, self._blocks = _find_blocks(self._module, model.config.num_hidden_layers)
+        self.num_blocks = len(self._blocks)
+        self.block_names = [f"{prefix}.{i}" for i in range(self.num_blocks)]
+        head = self._module.get_output_embeddings()
+        names = {id(m): n for n, m in self._module.named_modules()}
+        self.head_name: str | None = names.get(id(head)) if head is not None else None
+        embedding = self._module.get_input_embeddings().weight
+        self.vocab_size, self.hidden_size = int(embedding.shape[0]), int(embedding.shape[1])
+        self._calls: dict[tuple[int, int], list[Call]] = {}
+
+    def linears(self, index: int) -> dict[str, nn.Linear]:
+        """The linear layers of a block by full module name, in the order of the modelling code (their weights may be on the meta device)."""
+        base = self.block_names[index]
+        return {f"{base}.{n}": m for n, m in self._blocks[index].named_modules() if isinstance(m, nn.Linear)}
+
+    @torch.no_grad()
+    def embed(self, windows: torch.Tensor) -> torch.Tensor:
+        """Token ids `[B, T]` -> the hidden states `[B, T, D]` fp32 that the first block takes; remembers what the blocks of this shape are called with."""
+        calls: list[Call] = []
+
+        def record(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            calls.append(Call(args, kwargs))
+            inputs.append(hidden)
+            return hidden
+
+        inputs: list[torch.Tensor] = []
+        with self._outer(self._module.base_model), self._patched(lambda _: record):
+            self._module.base_model(input_ids=windows, use_cache=False)
+        self._calls[(int(windows.shape[0]), int(windows.shape[1]))] = calls
+        return inputs[0].clone()
+
+    @contextlib.contextmanager
+    def block(self, index: int, replace: Callable[[str], torch.Tensor | None] = lambda name: None) -> Iterator[nn.Module]:
+        """Materialise one block in fp32; `replace(tensor name)` may give another value than the model's own. Released on leaving."""
+        module = self._blocks[index]
+        base = self.block_names[index]
+        wanted = [*module.named_parameters(), *_persistent_buffers(module)]
+        state = {}
+        for name, _ in wanted:
+            full = f"{base}.{name}"
+            value = replace(full)
+            state[name] = (self._weights.read(full) if value is None else value).float()
+        module.load_state_dict(state, strict=True, assign=True)
+        try:
+            yield module
+        finally:
+            _release(module)
+
+    @torch.no_grad()
+    def run(self, index: int, module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """One block forward, `[B, T, D] -> [B, T, D]`, called as the model itself calls it for windows of this shape (`embed` first)."""
+        call = self._calls[(int(hidden.shape[0]), int(hidden.shape[1]))][index]
+        out = module(hidden, *call.args, **call.kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+    @contextlib.contextmanager
+    def head(self, replace: Callable[[str], torch.Tensor | None] = lambda name: None) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """Everything after the last block: yields a function from hidden states `[N, D]` to logits `[N, V]` (position by position)."""
+
+        @torch.no_grad()
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            with self._patched(lambda _: lambda *args, **kwargs: hidden[None]):
+                out: torch.Tensor = self._module(inputs_embeds=hidden[None], use_cache=False).logits[0]
+            return out.float()
+
+        with self._outer(self._module, replace):
+            yield logits
+
+    @torch.no_grad()
+    def head_inputs(self, hidden: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """What the output head takes, `[N, D]`, for each batch `[B, T, D]` of the last block's outputs."""
+        head = self._module.get_output_embeddings()
+        seen: list[torch.Tensor] = []
+
+        def record(x: torch.Tensor) -> torch.Tensor:
+            seen.append(x[0])
+            return x.new_zeros(*x.shape[:-1], 1)
+
+        head.forward = record
+        try:
+            with self.head() as logits:
+                for batch in hidden:
+                    logits(batch.reshape(-1, batch.shape[-1]))
+                    yield seen.pop()
+        finally:
+            del head.forward
+
+    def head_weight(self) -> torch.Tensor:
+        """The output head's weight `[V, D]` fp32; the embedding's when tied."""
+        name = f"{self.head_name}.weight"
+        if name not in set(self._weights.names()):
+            embedding = self._module.get_input_embeddings()
+            name = next(n for n, m in self._module.named_modules() if m is embedding) + ".weight"
+        return self._weights.read(name).float()
+
+    @contextlib.contextmanager
+    def _outer(self, part: nn.Module, replace: Callable[[str], torch.Tensor | None] = lambda name: None) -> Iterator[None]:
+        """Materialise what lies outside the blocks: of the base model, or of the whole one with its head (then without an untied embedding, which only feeds the first block)."""
+        head, embedding = self._module.get_output_embeddings(), self._module.get_input_embeddings()
+        inside = {id(m) for b in self._blocks for m in b.modules()}
+        available = set(self._weights.names())
+        tied = head is not None and f"{self.head_name}.weight" not in available and replace(f"{self.head_name}.weight") is None
+        loaded: list[nn.Module] = []
+        for prefix, module in self._module.named_modules():
+            names = [n for n, p in module._parameters.items() if p is not None]
+            wanted = id(module) not in inside and not (module is head and (tied or part is not self._module))
+            if not names or not wanted or (module is embedding and part is self._module and not tied):
+                continue
+            for name in names:
+                full = f"{prefix}.{name}"
+                value = replace(full)
+                module._parameters[name] = nn.Parameter((self._weights.read(full) if value is None else value).float(), requires_grad=False)
+            loaded.append(module)
+        if tied and part is self._module:
+            head.weight = embedding.weight
+            loaded.append(head)
+        try:
+            yield
+        finally:
+            for module in loaded:
+                _release(module, recurse=False)
+
+    @contextlib.contextmanager
+    def _patched(self, forward: Callable[[int], Callable[..., torch.Tensor]]) -> Iterator[None]:
+        """Give every block another forward for a while."""
+        for i, block in enumerate(self._blocks):
+            block.forward = forward(i)
+        try:
+            yield
+        finally:
+            for block in self._blocks:
+                del block.forward
+
+
+def _skeleton(model: Model) -> Any:
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with init_empty_weights(include_buffers=False):
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=model.trust_remote_code)
+    return module.eval().requires_grad_(False)
+
+
+def _find_blocks(module: nn.Module, count: int) -> tuple[str, list[Any]]:
+    for name, child in module.named_modules():
+        if isinstance(child, nn.ModuleList) and len(child) == count and any(isinstance(m, nn.Linear) for m in child[0].modules()):
+            for block in child:
+                stacked = next((n for n, p in block.named_parameters() if p.dim() > 2), None)
+                if stacked is not None:
+                    raise UnsupportedError(f"{name}.*.{stacked} is a stack of experts; mixture-of-experts models are not available yet")
+            return name, list(child)
+    raise UnsupportedError(f"{type(module).__name__} has no list of {count} decoder blocks with linear layers; qforge quantizes decoder-only language models")
+
+
+def _persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    persistent = set(module.state_dict(keep_vars=True))
+    return [(n, b) for n, b in module.named_buffers() if n in persistent]
+
+
+def _release(module: nn.Module, recurse: bool = True) -> None:
+    for m in module.modules() if recurse else [module]:
+        for name, parameter in m._parameters.items():
+            if parameter is not None:
+                m._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)

@@ -1,0 +1,228 @@
+"""Recipe + model -> what will be done: each linear's scheme, size, bits per weight, and estimates of peak memory and time. Refuses before work starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from qforge.errors import MissingCapabilityError, RecipeError, UnsupportedError
+from qforge.export import exporter
+from qforge.methods import Quantizer, find
+from qforge.models.blocks import BlockModel
+from qforge.models.model import Model
+from qforge.recipe import Recipe
+from qforge.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """One linear: its shape, and its scheme or the reason for having none."""
+
+    name: str
+    out_features: int
+    in_features: int
+    scheme: Scheme | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run will do.
+
+    Attributes:
+        layers: every linear of the decoder blocks, then the output head.
+        quantizer: the method, None for `none`.
+        parameters: of the merged model, tied tensors counted once.
+        size_bytes: of the artifact's tensors.
+        bits_per_weight: stored bits (scales and zero points included) per weight of the quantized linears.
+        size_ratio: of the artifact to the merged model at 16 bits.
+        peak_bytes: estimated peak resident memory of the process, by what it is made of; their sum is the peak.
+        seconds: estimated wall time by stage.
+        notes: what a user should know beforehand.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    quantizer: Quantizer | None
+    parameters: int
+    size_bytes: int
+    bits_per_weight: float
+    size_ratio: float
+    peak_bytes: dict[str, int]
+    seconds: dict[str, float]
+    notes: tuple[str, ...]
+
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        """Scheme by module name, of the linears that are quantized."""
+        return {p.name: p.scheme for p in self.layers if p.scheme is not None}
+
+
+def make_plan(recipe: Recipe, model: Model, blocks: BlockModel) -> Plan:
+    """Decide everything that can be decided without reading a weight.
+
+    Raises:
+        RecipeError: a pattern that matches nothing, a group size that does not divide.
+        UnsupportedError: a method, scheme or option that is not available.
+        MissingCapabilityError: a requested export or device that this machine cannot make.
+    """
+    _refuse_unavailable(recipe)
+    quantizer = find(recipe.quantize.method)
+    layers, notes = _layers(recipe, model, blocks, quantizer)
+    parameters = sum(_count(model.weights.info(n).shape) for n in model.weights.names())
+    stored, weights, total = _sizes(model, layers)
+    plan = Plan(layers, quantizer, parameters, total, stored / weights if weights else 8.0 * model.dtype.itemsize, total / (2 * parameters), {}, {}, tuple(notes))
+    return _with_estimates(plan, recipe, model, blocks)
+
+
+def _refuse_unavailable(recipe: Recipe) -> None:
+    run = recipe.run
+    if run.device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise MissingCapabilityError(f"run.device: {run.device}, but this machine has no usable CUDA device; use device: cpu")
+        raise UnsupportedError(f"run.device: {run.device} is not available yet; use device: cpu")
+    if run.workers != 1:
+        raise UnsupportedError(f"run.workers: {run.workers} is not available yet; use workers: 1")
+    if run.memory_limit is not None:
+        raise UnsupportedError("run.memory_limit is not available yet; leave it out (a run needs about one decoder block and the calibration activations)")
+    if run.activations != "fp":
+        raise UnsupportedError(f"run.activations: {run.activations} is not available yet; use activations: fp")
+    if recipe.evaluate is not None and recipe.evaluate.tasks:
+        raise UnsupportedError("evaluate.tasks is not available yet; leave it out")
+
+
+def _layers(recipe: Recipe, model: Model, blocks: BlockModel, quantizer: Quantizer | None) -> tuple[tuple[LayerPlan, ...], list[str]]:
+    shapes = linear_shapes(model, blocks)
+    section = recipe.quantize
+    for field, patterns in (("ignore", section.ignore), ("overrides", [o.match for o in section.overrides])):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in shapes):
+                raise RecipeError(f"quantize.{field}: '{pattern}' matches no linear layer of this model; names look like {_examples(shapes)}")
+    layers, notes = [], []
+    for name, (out_features, in_features) in shapes.items():
+        scheme, reason = _scheme_of(recipe, name, quantizer)
+        if scheme is not None and quantizer is not None:
+            scheme, reason = _fitted(scheme, name, out_features, in_features, section.options.group_fallback)
+            if reason is not None:
+                notes.append(f"{name}: {reason}")
+        layers.append(LayerPlan(name, out_features, in_features, scheme, reason))
+    if quantizer is not None and not any(p.scheme for p in layers):
+        raise RecipeError("quantize: every linear layer is ignored; remove patterns from quantize.ignore, or use method: none")
+    for scheme in dict.fromkeys(p.scheme for p in layers if p.scheme is not None):
+        problem = quantizer.supports(scheme) if quantizer is not None else None
+        if problem is not None and quantizer is not None:
+            raise UnsupportedError(f"method {quantizer.name}: {problem}")
+    return tuple(layers), notes
+
+
+def linear_shapes(model: Model, blocks: BlockModel) -> dict[str, tuple[int, int]]:
+    """`(out, in)` of every linear by module name: blocks first, the output head last."""
+    shapes = {}
+    for index in range(blocks.num_blocks):
+        for name, module in blocks.linears(index).items():
+            shapes[name] = (module.out_features, module.in_features)
+    if blocks.head_name is not None:
+        shapes[blocks.head_name] = (blocks.vocab_size, blocks.hidden_size)
+    return shapes
+
+
+def _scheme_of(recipe: Recipe, name: str, quantizer: Quantizer | None) -> tuple[Scheme | None, str | None]:
+    if quantizer is None:
+        return None, "method none"
+    section = recipe.quantize
+    override = next((o.scheme for o in reversed(section.overrides) if fnmatchcase(name, o.match)), None)
+    if override is not None:
+        return override, None
+    pattern = next((p for p in section.ignore if fnmatchcase(name, p)), None)
+    return (section.scheme, None) if pattern is None else (None, f"ignored by '{pattern}'")
+
+
+def _fitted(scheme: Scheme, name: str, out_features: int, in_features: int, fallback: str) -> tuple[Scheme | None, str | None]:
+    problem = scheme.problem_with(out_features, in_features)
+    if problem is None:
+        return scheme, None
+    if fallback == "ignore":
+        return None, f"left unquantized: {problem}"
+    if fallback == "adjust":
+        size = next(n for n in range(scheme.granularity.columns, 0, -1) if in_features % n == 0)
+        if size >= 16:
+            return scheme.with_group_size(size), f"group size {scheme.granularity.columns} adjusted to {size}, which divides {in_features}"
+    raise RecipeError(f"quantize.scheme {scheme}: {name}: {problem}; or set quantize.options.group_fallback: adjust or ignore")
+
+
+def _sizes(model: Model, layers: Sequence[LayerPlan]) -> tuple[int, int, int]:
+    """(bits of quantized linears, their weights, bytes of all tensors of the artifact)."""
+    names = set(model.weights.names())
+    quantized = {p.name + ".weight": p for p in layers if p.scheme is not None}
+    total = sum(_count(model.weights.info(n).shape) * model.dtype.itemsize for n in names if n not in quantized)
+    bits = sum(p.scheme.storage_bits(p.out_features, p.in_features) for p in quantized.values() if p.scheme is not None)
+    weights = sum(p.out_features * p.in_features for p in quantized.values())
+    return bits, weights, total + bits // 8
+
+
+def _with_estimates(plan: Plan, recipe: Recipe, model: Model, blocks: BlockModel) -> Plan:
+    from dataclasses import replace
+
+    calibration = recipe.calibration
+    calibrated = plan.quantizer is not None and bool(plan.quantizer.needs)
+    tokens = calibration.samples * calibration.sequence_length if calibrated else 0
+    per_block = [p for p in plan.layers if p.name.startswith(blocks.block_names[0] + ".")]
+    weights = sum(p.out_features * p.in_features for p in per_block)
+    widths = {(p.in_features) for p in per_block}
+    outer = blocks.vocab_size * blocks.hidden_size * 4
+    peak = {
+        "python, torch, transformers": 420 << 20,
+        "embedding or head in fp32": outer,
+        "one decoder block in fp32": 2 * weights * 4,
+        "calibration hidden states": tokens * blocks.hidden_size * 4,
+        "hessians and their factors": sum(w * w for w in widths) * 4 * 6 if calibrated else 0,
+        "quantized model in the runtime": plan.size_bytes if recipe.evaluate is not None else 0,
+        "logits of 128 positions, twice": 128 * blocks.vocab_size * 4 * 4 if recipe.evaluate is not None else 0,
+    }
+    rate = _gemm_rate()
+    hessian = sum(w * w for w in widths) * blocks.num_blocks
+    seconds = {"quantize": tokens * (2 * weights * blocks.num_blocks + hessian) / rate + 0.35 * blocks.num_blocks * calibrated}
+    return replace(plan, peak_bytes=peak, seconds=seconds)
+
+
+def _gemm_rate() -> float:
+    """Multiply-adds a second of this machine's fp32 matrix product, best of three."""
+    a, b = torch.ones(512, 1024), torch.ones(1024, 1024)
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - start)
+    return a.shape[0] * b.numel() / best
+
+
+def check_exports(recipe: Recipe, planned: Model) -> list[tuple[str, str]]:
+    """(format, reason) of every *optional* export that cannot be made; a required one is an error.
+
+    Args:
+        recipe: with its `export` list.
+        planned: the merged model with the schemes that it will have.
+    """
+    skipped = []
+    for section in recipe.export:
+        problem = exporter(section.format, section.type).check(planned)
+        if problem is not None and not section.optional:
+            raise UnsupportedError(f"export {section.format}: {problem}")
+        if problem is not None:
+            skipped.append((section.format, problem))
+    return skipped
+
+
+def _count(shape: Iterable[int]) -> int:
+    n = 1
+    for size in shape:
+        n *= size
+    return n
+
+
+def _examples(shapes: dict[str, tuple[int, int]]) -> str:
+    names = list(shapes)
+    return ", ".join(dict.fromkeys([names[0], names[min(len(names) - 1, 6)], names[-1]]))

@@ -11,7 +11,20 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr, Strict, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    PrivateAttr,
+    Strict,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from qforge.errors import RecipeError
 from qforge.recipe.limits import EVALUATED, FIGURES, parse_limit
@@ -239,15 +252,16 @@ class Recipe(_Section):
     def _exports_differ(cls, exports: tuple[ExportSection, ...]) -> tuple[ExportSection, ...]:
         seen = [(e.format, e.type) for e in exports]
         if len(set(seen)) != len(seen):
-            raise ValueError("the same format and type is listed twice")
+            raise ValueError("the same format and type is listed twice; keep one")
         return exports
 
-    @model_validator(mode="after")
-    def _gates_have_figures(self) -> Recipe:
-        lost = [name for name in self.gates if self.evaluate is None and name in EVALUATED]
+    @field_validator("gates")
+    @classmethod
+    def _gates_have_figures(cls, gates: dict[str, GateSection], info: ValidationInfo) -> dict[str, GateSection]:
+        lost = [name for name in gates if name in EVALUATED and info.data.get("evaluate", ...) is None]
         if lost:
-            raise ValueError(f"evaluate: null measures nothing for the gates {', '.join(lost)}; remove them, or evaluate")
-        return self
+            raise ValueError(f"nothing measures {', '.join(lost)} because of evaluate: null; remove these gates, or evaluate")
+        return gates
 
     @property
     def folder(self) -> Path:

@@ -30,7 +30,7 @@ class _CoreLoader(yaml.SafeLoader):
 
 
 for _name, _pattern, _first in _CORE:
-    _CoreLoader.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_pattern})\Z"), [*_first, *([""] if _name == "null" else [])])  # type: ignore[no-untyped-call]
+    _CoreLoader.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_pattern})\Z"), [*_first, *([""] if _name == "null" else [])])
 
 
 def _integer(text: str) -> int:
@@ -86,7 +86,7 @@ def parse_yaml(text: str, name: str) -> YamlTree:
     """
     try:
         root = yaml.compose(text, Loader=_CoreLoader)
-        return YamlTree(None if root is None else _build(root, name, ()), root)
+        return YamlTree(None if root is None else _Builder(name).build(root), root)
     except yaml.MarkedYAMLError as e:
         line = e.problem_mark.line + 1 if e.problem_mark else 1
         raise RecipeError(f"{name}:{line}: this is not valid YAML: {_one_line(e)}") from e
@@ -103,36 +103,43 @@ def _one_line(error: yaml.MarkedYAMLError) -> str:
     return f"{problem} {context}".strip() + hint
 
 
-def _build(node: yaml.Node, name: str, inside: tuple[yaml.Node, ...]) -> Any:
-    where = f"{name}:{_line(node)}: "
-    if any(node is outer for outer in inside):
-        raise RecipeError(f"{where}an anchor contains itself")
-    if len(inside) > 12:
-        raise RecipeError(f"{where}this is not a recipe: it is nested too deeply")
-    kind = node.tag.removeprefix(_TAG)
-    if isinstance(node, yaml.MappingNode) and kind == "map":
-        return _mapping(node, name, (*inside, node))
-    if isinstance(node, yaml.SequenceNode) and kind == "seq":
-        return [_build(item, name, (*inside, node)) for item in node.value]
-    if isinstance(node, yaml.ScalarNode) and kind in _SCALARS:
-        try:
-            return _SCALARS[kind](node.value)
-        except ValueError as e:
-            raise RecipeError(f"{where}'{node.value}' is no {kind}") from e
-    raise RecipeError(f"{where}YAML tags ('{node.tag.replace(_TAG, '!!')}') are not allowed in a recipe; write the plain value")
+@dataclass(slots=True)
+class _Builder:
+    """Nodes -> plain values, counting them, because anchors can make a short text very large."""
 
+    name: str
+    left: int = 20_000
 
-def _mapping(node: yaml.MappingNode, name: str, inside: tuple[yaml.Node, ...]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    lines: dict[str, int] = {}
-    for key_node, value_node in node.value:
-        where = f"{name}:{_line(key_node)}: "
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise RecipeError(f"{where}a key must be a word")
-        key = str(key_node.value)
-        if key == "<<":
-            raise RecipeError(f"{where}merge keys (<<) are not part of YAML 1.2; repeat the values, or give each an anchor")
-        if key in result:
-            raise RecipeError(f"{where}'{key}' is given twice (first in line {lines[key]}); keep one")
-        result[key], lines[key] = _build(value_node, name, inside), _line(key_node)
-    return result
+    def build(self, node: yaml.Node, depth: int = 0) -> Any:
+        self.left -= 1
+        if depth > 12 or self.left < 0:
+            raise RecipeError(f"{self.where(node)}this is not a recipe: it is nested too deeply, or an anchor repeats itself")
+        kind = node.tag.removeprefix(_TAG)
+        if isinstance(node, yaml.MappingNode) and kind == "map":
+            return self.mapping(node, depth)
+        if isinstance(node, yaml.SequenceNode) and kind == "seq":
+            return [self.build(item, depth + 1) for item in node.value]
+        if isinstance(node, yaml.ScalarNode) and kind in _SCALARS:
+            try:
+                return _SCALARS[kind](node.value)
+            except ValueError as e:
+                raise RecipeError(f"{self.where(node)}'{node.value}' is no {kind}") from e
+        raise RecipeError(f"{self.where(node)}YAML tags ('{node.tag.replace(_TAG, '!!')}') are not allowed in a recipe; write the plain value")
+
+    def where(self, node: yaml.Node) -> str:
+        return f"{self.name}:{_line(node)}: "
+
+    def mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            where = self.where(key_node)
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise RecipeError(f"{where}a key must be a word")
+            key = str(key_node.value)
+            if key == "<<":
+                raise RecipeError(f"{where}merge keys (<<) are not part of YAML 1.2; repeat the values, or give each an anchor")
+            if key in result:
+                raise RecipeError(f"{where}'{key}' is given twice (first in line {lines[key]}); keep one")
+            result[key], lines[key] = self.build(value_node, depth + 1), _line(key_node)
+        return result

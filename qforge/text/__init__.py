@@ -1,0 +1,1 @@
+"""Text -> documents -> token windows: what calibration and evaluation read."""

@@ -1,0 +1,74 @@
+"""One record of a .jsonl file or of a hub dataset -> the text of one document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from qforge.errors import DataError
+from qforge.text.chat import Message, check_messages, render_chat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FIELDS = '"text", "messages", "prompt" with "completion", or a plain string'
+ChatRenderer = Callable[[list[Message], str], str]
+
+
+def chat_renderer(tokenizer: PreTrainedTokenizerBase) -> ChatRenderer:
+    """Renders messages through the tokenizer's chat template."""
+    return lambda messages, where: render_chat(messages, tokenizer, where)
+
+
+def record_text(record: object, render: ChatRenderer, where: str) -> str:
+    """The text of one record: a string, `text`, `messages`, or `prompt` and `completion` (two texts are joined as they are, two lists are one conversation).
+
+    Raises:
+        DataError: no usable field; the message begins with `where` (file:line) and names the allowed ones.
+    """
+    if isinstance(record, str):
+        return record
+    if not isinstance(record, Mapping):
+        raise DataError(f"{where}: a record is an object or a string, not {type(record).__name__}; allowed are {FIELDS}")
+    if "messages" in record:
+        return render(check_messages(record["messages"], where), where)
+    if "text" in record:
+        return _string(record["text"], "text", where)
+    if "prompt" in record and "completion" in record:
+        return _completion(record["prompt"], record["completion"], render, where)
+    raise DataError(f"{where}: no usable field among {', '.join(map(str, record)) or 'none'}; allowed are {FIELDS}")
+
+
+def _completion(prompt: object, completion: object, render: ChatRenderer, where: str) -> str:
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return render(check_messages(prompt + completion, where), where)
+    return _string(prompt, "prompt", where) + _string(completion, "completion", where)
+
+
+def _string(value: object, name: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f'{where}: "{name}" must be text, not {type(value).__name__}')
+    return value
+
+
+def jsonl_texts(content: str, name: str, render: ChatRenderer) -> list[str]:
+    """The texts of JSON Lines, one a line; blank lines and empty texts are left out.
+
+    Raises:
+        DataError: a line that is no JSON, or has no usable field (`name:line`).
+    """
+    texts = []
+    for number, line in enumerate(content.split("\n"), start=1):
+        if line.strip():
+            where = f"{name}:{number}"
+            texts.append(record_text(_parse(line, where), render, where))
+    return [text for text in texts if text.strip()]
+
+
+def _parse(line: str, where: str) -> object:
+    try:
+        return json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as e:
+        reason = e.msg if isinstance(e, json.JSONDecodeError) else "nested too deeply"
+        raise DataError(f"{where}: not a JSON record ({reason}); a .jsonl file holds one JSON object or string a line") from e

@@ -49,3 +49,24 @@ def unpack_words(words: torch.Tensor, bits: int, count: int, dim: int = -1) -> t
         single = np.unpackbits(data.numpy(), axis=-1, count=count * bits, bitorder="little")
         values = torch.from_numpy(np.packbits(single.reshape(*data.shape[:-1], count, bits), axis=-1, bitorder="little")).squeeze(-1)
     return values[..., :count].transpose(dim, -1).contiguous()
+
+
+def pack_halves(values: torch.Tensor) -> torch.Tensor:
+    """GGUF's nibble order: the first half of the last dimension (uint8 below 16) in the low nibbles, the second half in the high ones."""
+    low, high = values.chunk(2, -1)
+    return low | (high << 4)
+
+
+def unpack_halves(data: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack_halves`."""
+    return torch.cat((data & 0xF, data >> 4), -1)
+
+
+def pack_flags(flags: torch.Tensor) -> torch.Tensor:
+    """One bit per element of the last dimension (0 or 1, a multiple of 8 of them), the first in the lowest bit of the first byte."""
+    return torch.from_numpy(np.packbits(flags.numpy(), axis=-1, bitorder="little"))
+
+
+def unpack_flags(data: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack_flags`, as uint8."""
+    return torch.from_numpy(np.unpackbits(data.contiguous().numpy(), axis=-1, bitorder="little"))

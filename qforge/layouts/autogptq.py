@@ -1,0 +1,108 @@
+"""The GPTQ checkpoint layout (AutoGPTQ, GPTQModel): qweight, qzeros, scales, g_idx.
+
+    qweight  int32 [I * bits / 32, O]      codes, unsigned, packed along the inputs
+    qzeros   int32 [C, O * bits / 32]      zero points, packed along the outputs; version 1 stores them minus one, version 2 as they are
+    scales   fp16  [C, O]
+    g_idx    int32 [I]                     the group of each input
+
+Letters: O output features, I input features, C groups in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from qforge.errors import ModelError, UnsupportedError
+from qforge.layouts.base import expect_finite, expect_group_index, expect_shape, take
+from qforge.layouts.bits import pack_words, unpack_words, words_for
+from qforge.qlinear import QuantizedLinear
+from qforge.scheme import Per, ScaleType, Scheme, Symmetry
+
+NAME = "GPTQ"
+BITS = (2, 3, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class AutoGptq:
+    """The layout (see `qforge.layouts.base.Layout`); `version` is 1 (`checkpoint_format: gptq`) or 2 (`gptq_v2`)."""
+
+    version: int = 1
+    name: str = NAME
+
+    def supports(self, scheme: Scheme) -> str | None:
+        """None when the layout holds the scheme losslessly, or the reason why not."""
+        if not scheme.number.is_int or scheme.bits not in BITS:
+            return f"a GPTQ checkpoint holds integers of {', '.join(map(str, BITS))} bits, not {scheme.number}"
+        if scheme.granularity.per not in (Per.GROUP, Per.CHANNEL):
+            return f"a GPTQ checkpoint has one scale per group or per channel, not per {scheme.granularity.per}"
+        if scheme.symmetry is Symmetry.OFFSET:
+            return "a GPTQ checkpoint has integer zero points, no offsets"
+        if scheme.scale.super_granularity is not None or scheme.scale.type not in (ScaleType.F16BF16, ScaleType.F16):
+            return f"a GPTQ checkpoint stores scales in fp16, which does not hold {scheme.scale} exactly"
+        if scheme.activations is not None:
+            return "a GPTQ checkpoint cannot say that activations are rounded"
+        return None
+
+    def problem_with(self, out_features: int, in_features: int, bits: int) -> str | None:
+        """Why a weight of this shape has no whole words in the layout; None if it has."""
+        for width, what in ((in_features, "inputs"), (out_features, "outputs")):
+            if width * bits % 32:
+                return f"{width} {what} of {bits} bits do not fill whole 32-bit words"
+        return None
+
+    def pack(self, q: QuantizedLinear) -> dict[str, torch.Tensor]:
+        """The four tensors.
+
+        Raises:
+            UnsupportedError: a scale is not exact in fp16, or version 1 cannot hold a zero point of zero.
+        """
+        assert self.supports(q.scheme) is None, self.supports(q.scheme)
+        middle, bits = 1 << (q.scheme.bits - 1), q.scheme.bits
+        codes = (q.codes.to(torch.int16) + middle).to(torch.uint8) if q.scheme.symmetric else q.codes
+        zeros = torch.full(q.scales.shape, middle, dtype=torch.uint8) if q.zeros is None else q.zeros
+        if self.version == 1 and (zeros == 0).any():
+            raise UnsupportedError("version 1 of the GPTQ layout stores zero points minus one and has no zero point 0; use version 2")
+        scales = q.scales.to(torch.float16)
+        if not torch.equal(scales.float(), q.scales):
+            raise UnsupportedError("a scale is not exact in fp16, in which GPTQ checkpoints store scales")
+        index = q.group_index if q.group_index is not None else _contiguous(q.in_features, q.scheme)
+        return {
+            "qweight": pack_words(codes.T.contiguous(), bits, dim=0),
+            "qzeros": pack_words((zeros - (2 - self.version)).T.contiguous(), bits, dim=1),
+            "scales": scales.T.contiguous(),
+            "g_idx": index.to(torch.int32),
+        }
+
+    def unpack(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantizedLinear:
+        """The linear that the tensors describe.
+
+        Raises:
+            ModelError: a tensor is missing, its shape does not fit the scheme, or a symmetric checkpoint has other zero points than the middle.
+        """
+        scales = expect_finite(take(tensors, "scales", NAME), "scales", NAME).T.contiguous()
+        index = tensors.get("g_idx")
+        qweight = take(tensors, "qweight", NAME)
+        out_features = scales.shape[0]
+        in_features = index.numel() if index is not None else qweight.shape[0] * 32 // scheme.bits
+        columns = scheme.scale_shape(out_features, in_features)[1]
+        expect_shape(scales, (out_features, columns), "scales (transposed)", NAME)
+        expect_shape(qweight, (words_for(in_features, scheme.bits), out_features), "qweight", NAME)
+        qzeros = expect_shape(take(tensors, "qzeros", NAME), (columns, words_for(out_features, scheme.bits)), "qzeros", NAME)
+        codes = unpack_words(qweight, scheme.bits, in_features, dim=0).T.contiguous()
+        zeros = (unpack_words(qzeros, scheme.bits, out_features, dim=1) + (2 - self.version)).T.contiguous()
+        if index is not None:
+            index = expect_group_index(index, columns, NAME)
+            index = None if torch.equal(index, _contiguous(in_features, scheme)) else index
+        if not scheme.symmetric:
+            return QuantizedLinear(scheme, codes, scales, zeros, index, bias=tensors.get("bias"))
+        middle = 1 << (scheme.bits - 1)
+        if not (zeros == middle).all():
+            raise ModelError(f"a symmetric GPTQ checkpoint has the zero point {middle} everywhere, but this one has {zeros[zeros != middle][0]}; is it one with sym: false?")
+        return QuantizedLinear(scheme, (codes.to(torch.int16) - middle).to(torch.int8), scales, None, index, bias=tensors.get("bias"))
+
+
+def _contiguous(in_features: int, scheme: Scheme) -> torch.Tensor:
+    return torch.arange(in_features, dtype=torch.int32) // scheme.granularity.group_size(in_features)

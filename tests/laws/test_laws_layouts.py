@@ -1,0 +1,100 @@
+"""Law 3: unpack(pack(q)) == q bit for bit, for every layout and every scheme that it supports; law 8: `supports` tells the truth both ways."""
+
+from __future__ import annotations
+
+import gguf
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qforge import numerics
+from qforge.layouts.autogptq import AutoGptq
+from qforge.layouts.base import Layout
+from qforge.layouts.bits import pack_words, unpack_words, words_for
+from qforge.layouts.compressed_tensors import CompressedTensors
+from qforge.layouts.gguf_blocks import GgufBlocks
+from qforge.qlinear import QuantizedLinear, code_dtype
+from qforge.scheme import Number, Scheme, parse
+
+NUMBERS = ["int2", "int3", "int4", "int5", "int6", "int8"]
+LAYOUTS: list[Layout] = [
+    CompressedTensors(),
+    CompressedTensors(padded_zeros=True),
+    CompressedTensors(torch.bfloat16),
+    AutoGptq(1),
+    AutoGptq(2),
+    *map(GgufBlocks, ("Q4_0", "Q5_0", "Q8_0")),
+]
+integer_schemes = st.builds(
+    lambda n, g, s, a: parse(f"{n}-{g}-{s}{a}"),
+    st.sampled_from(NUMBERS),
+    st.sampled_from(["tensor", "channel", "g32", "g48", "g64", "block32"]),
+    st.sampled_from(["sym", "asym", "offset"]),
+    st.sampled_from(["", "+int8-token"]),
+)
+float_schemes = st.sampled_from(["fp8-e4m3-channel", "fp8-e4m3-tensor", "fp8-e4m3-block32+fp8-e4m3-g32", "fp8-e4m3-g32", "fp8-e5m2-channel", "nf4-g64", "fp4-e2m1-g32@e8m0"]).map(
+    parse
+)
+schemes = st.one_of(integer_schemes, float_schemes)
+
+
+def linear(scheme: Scheme, out_features: int, groups: int, seed: int) -> QuantizedLinear:
+    """Random codes, zero points and scales over their whole range: no quantizer would make these, a layout must hold them all the same."""
+    g = torch.Generator().manual_seed(seed)
+    in_features = groups * (scheme.granularity.columns or 32)
+    rows, columns = scheme.scale_shape(out_features, in_features)
+    low, high = scheme.code_range
+    if scheme.number is Number.FP8_E4M3:
+        codes = torch.randn(out_features, in_features, generator=g).to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        codes = torch.randint(low, high + 1, (out_features, in_features), generator=g).to(code_dtype(scheme))
+    scales = numerics.round_scale(torch.rand(rows, columns, generator=g) * 0.1 + 1e-6, scheme.scale.type)
+    zeros = torch.randint(1, high + 1, (rows, columns), generator=g).to(torch.uint8) if not scheme.symmetric else None
+    return QuantizedLinear(scheme, codes, scales, zeros)
+
+
+@given(schemes, st.integers(1, 5), st.integers(1, 3), st.integers(0, 2**32), st.sampled_from(LAYOUTS))
+@settings(max_examples=400, deadline=None)
+def test_unpack_inverts_pack(scheme, eights, groups, seed, layout):
+    if layout.supports(scheme) is not None:
+        return
+    q = linear(scheme, 8 * eights, groups, seed)
+    if isinstance(layout, AutoGptq) and layout.problem_with(q.out_features, q.in_features, scheme.bits):
+        return
+    back = layout.unpack(layout.pack(q), scheme)
+    if isinstance(layout, GgufBlocks) and not scheme.symmetric:  # the type stores codes minus zero points
+        assert torch.equal(numerics.dequantize(back), numerics.dequantize(q))
+    else:
+        assert back.equals(q)
+
+
+@given(st.integers(1, 8), st.integers(1, 100), st.integers(1, 3), st.sampled_from([0, 1]), st.integers(0, 2**32))
+@settings(max_examples=200, deadline=None)
+def test_words_round_trip_and_hold_bits_in_order(bits, count, rows, dim, seed):
+    values = torch.randint(0, 1 << bits, (rows, count), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    values = values.T.contiguous() if dim == 0 else values
+    words = pack_words(values, bits, dim)
+    assert words.shape[dim] == words_for(count, bits)
+    assert torch.equal(unpack_words(words, bits, count, dim), values)
+    row = (values if dim == 1 else values.T)[0].tolist()
+    whole = sum(v << (i * bits) for i, v in enumerate(row))  # one big integer, the definition
+    first = (words if dim == 1 else words.T)[0].tolist()
+    assert whole == sum((w & 0xFFFFFFFF) << (32 * i) for i, w in enumerate(first))
+
+
+@given(integer_schemes, st.sampled_from(["Q4_0", "Q5_0", "Q8_0"]), st.integers(1, 4), st.integers(0, 2**32))
+@settings(max_examples=200, deadline=None)
+def test_gguf_blocks_dequantize_to_the_same_bits_in_the_gguf_package(scheme, kind, out_features, seed):
+    layout = GgufBlocks(kind)
+    if layout.supports(scheme) is not None:
+        return
+    q = linear(scheme, out_features, 2, seed)
+    theirs = gguf.quants.dequantize(layout.pack(q)["weight"].numpy(), gguf.GGMLQuantizationType[kind])
+    assert torch.equal(torch.from_numpy(theirs).reshape(q.codes.shape), numerics.dequantize(q))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"{x.name}-{getattr(x, 'version', '')}")
+def test_supports_names_a_reason(layout):
+    for text in ("nf4-g64", "int4-g32-offset", "fp8-e5m2-channel", "int4-g32-sym@u6/g256:f16"):
+        assert layout.supports(parse(text)), text

@@ -92,7 +92,8 @@ def generated(write: Writer, tokenizer: PreTrainedTokenizerBase, *, samples: int
     Raises:
         DataError: the model wrote nothing but blanks.
     """
-    texts = [text for path in builtin_files("calibration") for text in jsonl_texts(path.read_text("utf-8"), path.name, lambda messages, where: render_plain(messages))]
+    first = builtin_files("calibration")[0]
+    texts = jsonl_texts(first.read_text("utf-8"), first.name, lambda messages, where: render_plain(messages))
     chosen = random.Random(seed).choices(texts, k=samples)
     bos = [int(tokenizer.bos_token_id)] if begins_with_bos(tokenizer) else []
     openings = [ids[:PROMPT_TOKENS] for ids in token_ids([text[:400] for text in chosen], tokenizer)]

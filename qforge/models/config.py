@@ -1,0 +1,102 @@
+"""config.json -> transformers' config, and the refusal of everything that is not a decoder-only text model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+from transformers import __version__ as transformers_version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from qforge.errors import ModelError
+
+_ONLY = "qforge takes decoder-only text models"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ModelError: it is missing, not JSON, or no object.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as e:
+        raise ModelError(f"cannot read {path}: {e.strerror}") from e
+    except (ValueError, RecursionError) as e:
+        raise ModelError(f"{path} is not JSON: {e}") from e
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} should hold a JSON object, and holds a {type(content).__name__}")
+    return content
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[PretrainedConfig, dict[str, Any] | None]:
+    """The config of a Hugging Face directory (without its `quantization_config`), and that `quantization_config`.
+
+    Raises:
+        ModelError: no config.json, a malformed one, a family that the installed transformers does not know, or no decoder-only text model.
+    """
+    path = folder / "config.json"
+    if not path.exists():
+        raise ModelError(f"{folder} has no config.json, so it is no Hugging Face model directory{_hint(folder)}")
+    raw = read_json(path)
+    quantization = raw.pop("quantization_config", None)
+    if quantization is not None and not isinstance(quantization, dict):
+        raise ModelError(f"{path}: quantization_config should be an object")
+    remote = bool(raw.get("auto_map"))
+    _check_known(path, raw, remote and trust_remote_code)
+    try:
+        if remote and trust_remote_code and raw.get("model_type") not in CONFIG_MAPPING:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
+        else:
+            config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+    except Exception as e:  # transformers and its validators raise many kinds
+        raise ModelError(f"{path} is not a valid config of the family '{raw.get('model_type')}': {str(e).strip().splitlines()[-1]}") from e
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    check_text_decoder(config, str(path), remote=remote and trust_remote_code)
+    return config, quantization
+
+
+def _hint(folder: Path) -> str:
+    if (folder / "adapter_config.json").exists():
+        return "; it is an adapter: name it under `adapters:` of a recipe, and its base under `model:`"
+    ggufs = sorted(p.name for p in folder.glob("*.gguf"))
+    if ggufs:
+        return f"; to read a GGUF file name the file itself, for example {folder / ggufs[0]}"
+    return ""
+
+
+def _check_known(path: Path, raw: dict[str, Any], remote: bool) -> None:
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise ModelError(f"{path} has no model_type, so the family of the model is unknown; is the file complete?")
+    if model_type not in CONFIG_MAPPING and not remote:
+        code = " (the model brings its own code, which runs only where the recipe says trust_remote_code: true)" if raw.get("auto_map") else ""
+        raise ModelError(f"{path}: transformers {transformers_version} does not know the family '{model_type}'{code}; a newer transformers may: pip install -U transformers")
+
+
+def check_text_decoder(config: PretrainedConfig, origin: str, *, remote: bool = False) -> None:
+    """Refuse configs of models that are not decoder-only text models.
+
+    Raises:
+        ModelError: encoder-decoder, multimodal, encoder-only or classification models; the message says which.
+    """
+    family = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{origin}: '{family}' is an encoder-decoder model; {_ONLY}")
+    if config.sub_configs:
+        parts = sorted(name.removesuffix("_config") for name in config.sub_configs)
+        raise ModelError(f"{origin}: '{family}' is a multimodal model (its parts: {', '.join(parts)}); {_ONLY}: save its language model by itself and name that")
+    if remote:
+        return
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
+    encoder = family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
+    if causal is None or encoder:
+        raise ModelError(f"{origin}: '{family}' is not a causal language model; {_ONLY}")
+    named = list(getattr(config, "architectures", None) or [])
+    if named and causal not in named:
+        raise ModelError(f"{origin}: the architecture is {', '.join(map(str, named))}, not {causal}: not a causal language model; {_ONLY}")

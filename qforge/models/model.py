@@ -1,0 +1,156 @@
+"""An opened model: config, weights on demand, tokenizer; from a Hugging Face directory, a hub id, a `.gguf` file, `demo`, or an artifact of ours."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from qforge.errors import ModelError
+from qforge.files import sha256_file
+from qforge.models import assets as asset_files
+from qforge.models import skeleton as skeletons
+from qforge.models.config import read_config
+from qforge.models.shards import Shards, check_index, find
+from qforge.models.spec import model_spec
+from qforge.models.weights import Cast, WeightSource, digest
+from qforge.qlinear import QuantizedLinear
+from qforge.scheme import Scheme
+from qforge.types import ModelSpec
+
+if TYPE_CHECKING:
+    from qforge.models.adapter import AdapterReport
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True)
+class Model:
+    """An opened model; nothing is read until asked for.
+
+    Attributes:
+        source: as the user wrote it.
+        config: transformers' config, without a quantization_config.
+        spec: the model as data for the runtime; None for a family that it does not list.
+        weights: tensors in `dtype`. Of a quantized checkpoint, quantized weights come dequantized in fp32, and the others as they are stored.
+        dtype: in which unquantized tensors are stored.
+        assets: folder with tokenizer, chat template and generation config.
+        schemes: quantized linears by module name (without `.weight`); empty for a plain model.
+        adapters: what `with_adapters` merged.
+    """
+
+    source: str
+    config: PretrainedConfig
+    spec: ModelSpec | None
+    weights: WeightSource
+    dtype: torch.dtype
+    assets: Path
+    schemes: Mapping[str, Scheme] = field(default_factory=dict)
+    adapters: tuple[AdapterReport, ...] = ()
+    trust_remote_code: bool = False
+
+    def linear(self, name: str) -> QuantizedLinear:
+        """The quantized linear of a module in `schemes`, codes as stored.
+
+        Raises:
+            ModelError: its tensors do not fit its scheme.
+        """
+        from qforge.models.quantized import QuantizedSource
+
+        source = self.weights.source if isinstance(self.weights, Cast) else self.weights
+        assert isinstance(source, QuantizedSource), name
+        return source.linear(name)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer; ModelError if its files are damaged."""
+        return asset_files.load_tokenizer(self.assets, trust_remote_code=self.trust_remote_code)
+
+    def fingerprint(self) -> str:
+        """Hex SHA-256 of all that decides what the model computes: weights, config, dtype, tokenizer files."""
+        config = {k: v for k, v in self.config.to_dict().items() if k not in ("transformers_version", "_name_or_path")}
+        files = [f"{p.name}:{sha256_file(p)}" for p in asset_files.files_in(self.assets) if p.name != "config.json"]
+        return digest("model", self.weights.fingerprint(), json.dumps(config, sort_keys=True, default=str), str(self.dtype), *files)
+
+
+def open_model(source: str, *, folder: Path = Path("."), revision: str | None = None, dtype: str = "auto", trust_remote_code: bool = False) -> Model:
+    """Open a model; no tensor is read, but every header is checked.
+
+    Args:
+        source: a Hugging Face directory (or the output folder of a run), a `.gguf` file, `demo`, or a hub id. A path that exists wins over a hub id.
+        folder: what a relative path is relative to.
+        revision: branch, tag or commit of a hub id.
+        dtype: `auto` (as the config says; float16 for a quantized GGUF), float32, float16 or bfloat16.
+
+    Raises:
+        ModelError: the source is missing, damaged, or no decoder-only text model.
+        MissingCapabilityError: it must be downloaded, and that is not possible here.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ModelError(f"dtype '{dtype}' is not available; use auto, {', '.join(DTYPES)}")
+    path = _locate(source, folder, revision, trust_remote_code)
+    if path.is_file():
+        from qforge.models.gguf_model import open_gguf
+
+        return open_gguf(source, path, dtype)
+    if not (path / "config.json").exists() and (path / "model" / "config.json").exists():
+        path = path / "model"
+    return _open_directory(source, path, dtype, trust_remote_code)
+
+
+def _locate(source: str, folder: Path, revision: str | None, trust_remote_code: bool) -> Path:
+    if source == "demo":
+        from qforge.models.demo import demo_file
+
+        return demo_file()
+    path = folder / Path(source).expanduser()
+    if path.exists():
+        return path
+    first = folder / Path(source).parts[0] if source else folder
+    if not _HUB_ID.fullmatch(source) or source.endswith((".gguf", ".safetensors")) or ("/" in source and first.exists()):
+        raise ModelError(f"there is no model at '{source}' (looked for {path.absolute()}); give a Hugging Face directory, a .gguf file, a hub id, or demo")
+    from qforge.models.hub import download
+
+    return download(source, revision, trust_remote_code=trust_remote_code)
+
+
+def _open_directory(source: str, path: Path, dtype: str, trust_remote_code: bool) -> Model:
+    config, quantization = read_config(path, trust_remote_code=trust_remote_code)
+    shards = Shards(find(path))
+    check_index(path, shards)
+    if config.num_hidden_layers > len(shards.names()):
+        raise ModelError(f"{path}: config.json tells of {config.num_hidden_layers} layers, but the weights hold {len(shards.names())} tensors in all")
+    skeleton = skeletons.build(config, trust_remote_code=trust_remote_code)
+    schemes: Mapping[str, Scheme] = {}
+    stored: WeightSource = shards
+    if quantization is not None:
+        from qforge.models.quantized import QuantizedSource
+
+        stored = quantized = QuantizedSource(shards, quantization, skeleton, str(path))
+        schemes = quantized.schemes
+    stored = skeletons.fitted(stored, skeleton, config, str(path))
+    asset_files.check_tokenizer(path)
+    chosen = DTYPES[dtype] if dtype != "auto" else _own_dtype(config, shards)
+    config.dtype = chosen
+    if dtype != "auto" or not schemes:
+        stored = Cast(stored, chosen, keep=[f"{name}.weight" for name in schemes])
+    return Model(source, config, model_spec(config), stored, chosen, path, schemes, trust_remote_code=trust_remote_code)
+
+
+def _own_dtype(config: PretrainedConfig, shards: WeightSource) -> torch.dtype:
+    """The config's dtype if it is one that we store, else that of most stored floats."""
+    named: Any = getattr(config, "dtype", None)
+    if named in DTYPES.values():
+        return next(d for d in DTYPES.values() if d is named)
+    counts = dict.fromkeys(DTYPES.values(), 0)
+    for name in shards.names():
+        found = shards.info(name)
+        if found.dtype in counts:
+            counts[found.dtype] += int(torch.Size(found.shape).numel())
+    return max(counts, key=lambda d: counts[d]) if any(counts.values()) else torch.float32

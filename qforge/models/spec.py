@@ -1,0 +1,90 @@
+"""Config of a Hugging Face model -> ModelSpec, for the families that the runtime's one decoder can be told as data; None for all others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from qforge.types import ModelSpec, RopeSpec
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+_ROPES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+}
+_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+
+
+def model_spec(config: PretrainedConfig) -> ModelSpec | None:
+    """The model as data, or None when its family, rotary scaling, activation or attention is none that a ModelSpec can say."""
+    family = config.model_type
+    if family not in FAMILIES or _has_unsayable_parts(config):
+        return None
+    kinds = _layer_kinds(config)
+    ropes = [_rope(_parameters(config, kind)) for kind in kinds]
+    if any(r is None for r in ropes):
+        return None
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    gemma = family == "gemma3_text"
+    bias = bool(getattr(config, "attention_bias", False))
+    return ModelSpec(
+        family=family,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=config.num_key_value_heads or heads,
+        head_dim=head_dim,
+        max_positions=config.max_position_embeddings,
+        norm_eps=config.rms_norm_eps,
+        hidden_act=_activation(config),
+        tied_head=bool(config.tie_word_embeddings),
+        layer_windows=tuple(int(config.sliding_window) if kind == "sliding_attention" else 0 for kind in kinds),
+        layer_ropes=tuple(r for r in ropes if r is not None),
+        attention_scale=float(config.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
+        attention_bias=True if family == "qwen2" else bias,
+        output_bias=bias and family != "qwen2",
+        mlp_bias=bool(getattr(config, "mlp_bias", False)),
+        qk_norm=family in ("qwen3", "gemma3_text"),
+        post_norms=gemma,
+        norm_offset=1.0 if gemma else 0.0,
+        embedding_scale=float(config.hidden_size) ** 0.5 if gemma else 1.0,
+    )
+
+
+def _activation(config: PretrainedConfig) -> str:
+    name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "")
+    return str(name)
+
+
+def _has_unsayable_parts(config: PretrainedConfig) -> bool:
+    soft_capped = getattr(config, "final_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None)
+    return bool(_activation(config) not in _ACTIVATIONS or soft_capped or getattr(config, "use_bidirectional_attention", False))
+
+
+def _layer_kinds(config: PretrainedConfig) -> list[str]:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return list(kinds)
+    return ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * int(config.num_hidden_layers)
+
+
+def _parameters(config: PretrainedConfig, kind: str) -> Mapping[str, Any]:
+    """Rotary parameters of one kind of layer: transformers 5 keeps one dictionary, or one for each kind, and turns the older `rope_theta` and `rope_scaling` into it."""
+    parameters: Mapping[str, Any] = config.rope_parameters
+    nested = parameters.get(kind)
+    return nested if isinstance(nested, Mapping) else parameters
+
+
+def _rope(parameters: Mapping[str, Any]) -> RopeSpec | None:
+    kind = str(parameters.get("rope_type", "default"))
+    if kind not in _ROPES or float(parameters.get("partial_rotary_factor") or 1.0) != 1.0 or parameters.get("rope_theta") is None:
+        return None
+    values = tuple((name, float(parameters[name])) for name in _ROPES[kind] if parameters.get(name) is not None)
+    return RopeSpec(float(parameters["rope_theta"]), kind, values)

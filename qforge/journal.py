@@ -32,7 +32,12 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.computed = 0
-        self.resumed = 0
+        self._found: set[str] = set()
+
+    @property
+    def resumed(self) -> int:
+        """Pieces of earlier runs that this run took up."""
+        return len(self._found)
 
     def load(self, name: str, *, count: bool = True) -> tuple[dict[str, torch.Tensor], Any] | None:
         """Tensors and JSON value of a piece, or None. A damaged file counts as absent."""
@@ -46,7 +51,8 @@ class Journal:
         except (SafetensorError, KeyError, ValueError, OSError):
             path.unlink(missing_ok=True)
             return None
-        self.resumed += count
+        if count:
+            self._found.add(name)
         return tensors, value
 
     def save(self, name: str, tensors: Mapping[str, torch.Tensor], value: Any, *, count: bool = True) -> None:

@@ -1,0 +1,83 @@
+"""Finished blocks as journal pieces: what the calibration loop keeps, and what the artifact is written from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from qforge.calibration.sequential import Piece, Store
+from qforge.journal import Journal, key
+from qforge.qlinear import QuantizedLinear
+from qforge.scheme import parse
+from qforge.types import LayerResult
+
+_FIELDS = ("codes", "scales", "zeros", "group_index", "super_scales", "input_scale", "bias")
+
+
+class BlockPieces:
+    """The journal's pieces of one quantization: one for each decoder block, one for the output head.
+
+    A block's key covers everything before it: the run's own key and, through it, model, calibration and recipe.
+    """
+
+    def __init__(self, journal: Journal, root: str, count: int) -> None:
+        self._journal = journal
+        self._names = [key("block", root=root, index=i) for i in range(count)]
+        self._hidden = [key("hidden", root=root, index=i) for i in range(count)]
+
+    def store(self) -> Store:
+        """The calibration loop's view."""
+        return Store(self._load, self._save, self._load_hidden, self._save_hidden)
+
+    def drop_hidden(self) -> None:
+        """Remove kept hidden states: all blocks are finished."""
+        for name in self._hidden:
+            self._journal.forget(name)
+
+    def layers(self) -> list[LayerResult]:
+        """What was measured of every quantized linear, in order."""
+        return [layer for i in range(len(self._names)) for layer in self._whole(i).layers]
+
+    def linear(self, index: int, name: str) -> QuantizedLinear:
+        """One quantized linear of a finished block."""
+        return self._whole(index).linears[name]
+
+    def names(self) -> dict[str, int]:
+        """Block index of every quantized linear."""
+        return {name: i for i in range(len(self._names)) for name in self._whole(i).linears}
+
+    def _whole(self, index: int) -> Piece:
+        found = self._journal.load(self._names[index], count=False)
+        assert found is not None, f"block {index} was finished and its piece is gone"
+        return _piece(*found)
+
+    def _load(self, index: int) -> Piece | None:
+        found = self._journal.load(self._names[index])
+        return None if found is None else _piece(*found)
+
+    def _save(self, index: int, piece: Piece) -> None:
+        tensors = {f"{n}:{field}": t for n, q in piece.linears.items() for field in _FIELDS if (t := getattr(q, field)) is not None}
+        value = {"schemes": {n: str(q.scheme) for n, q in piece.linears.items()}, "layers": [asdict(layer) for layer in piece.layers]}
+        self._journal.save(self._names[index], tensors, value)
+
+    def _load_hidden(self, index: int) -> list[torch.Tensor] | None:
+        found = self._journal.load(self._hidden[index], count=False)
+        return None if found is None else [found[0][str(i)] for i in range(len(found[0]))]
+
+    def _save_hidden(self, index: int, hidden: list[torch.Tensor]) -> None:
+        self._journal.save(self._hidden[index], {str(i): h for i, h in enumerate(hidden)}, None, count=False)
+        if index > 0:
+            self._journal.forget(self._hidden[index - 1])
+
+
+def _piece(tensors: dict[str, torch.Tensor], value: Any) -> Piece:
+    linears = {}
+    for name, scheme in value["schemes"].items():
+        fields = {field: tensors.get(f"{name}:{field}") for field in _FIELDS}
+        codes, scales = fields.pop("codes"), fields.pop("scales")
+        assert codes is not None
+        assert scales is not None
+        linears[name] = QuantizedLinear(parse(scheme), codes, scales, **fields)
+    return Piece(linears, [LayerResult(**layer) for layer in value["layers"]])

@@ -1,0 +1,69 @@
+// Run-time dispatch and the splitting of products into tasks.
+#include "qforge/context.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <stdexcept>
+
+namespace qforge {
+
+void Free::operator()(float *p) const { std::free(p); }
+
+std::vector<std::string> Context::instruction_sets() {
+    std::vector<std::string> found;
+#ifdef QFORGE_HAVE_AVX2
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) found.push_back("avx2");
+#endif
+    found.push_back("portable");
+    return found;
+}
+
+Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa), piece_(linear_portable), scratch_(threads), scratch_floats_(threads, 0) {
+    const auto sets = instruction_sets();
+    if (std::find(sets.begin(), sets.end(), isa) == sets.end()) throw std::invalid_argument("this CPU does not run the instruction set " + isa);
+#ifdef QFORGE_HAVE_AVX2
+    if (isa == "avx2") piece_ = linear_avx2;
+#endif
+}
+
+float *Context::scratch(int thread, int64_t floats) {
+    if (scratch_floats_[thread] < floats) {
+        const size_t bytes = (static_cast<size_t>(floats) * sizeof(float) + 63) / 64 * 64;
+        scratch_[thread].reset(static_cast<float *>(std::aligned_alloc(64, bytes)));
+        if (!scratch_[thread]) throw std::bad_alloc();
+        scratch_floats_[thread] = floats;
+    }
+    return scratch_[thread].get();
+}
+
+void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride) {
+    struct Job {
+        LinearPiece run;
+        Piece whole;
+        int64_t row_step, tile_step, tile_tasks;
+        std::vector<Scratch> *scratch;
+    };
+    const int64_t tiles = weight.tiles();
+    const bool few = rows <= kFewRows;
+    const int64_t row_chunks = (rows + kRowChunk - 1) / kRowChunk;
+    const int64_t row_step = few ? rows : (((rows + row_chunks - 1) / row_chunks) + 5) / 6 * 6;  // whole register tiles, nearly equal pieces
+    const int64_t tile_step = few ? std::max<int64_t>(2, tiles / (threads() * 16) / 2 * 2) : kWideTiles;
+    const int64_t tile_tasks = (tiles + tile_step - 1) / tile_step, row_tasks = rows ? (rows + row_step - 1) / row_step : 0;
+    for (int t = 0; !few && t < threads(); ++t) scratch(t, scratch_floats(weight));
+    Job job{piece_, {&weight, x, y, x_stride, y_stride, 0, rows, 0, tiles}, row_step, tile_step, tile_tasks, &scratch_};
+    pool_.run(
+        static_cast<int>(tile_tasks * row_tasks),
+        [](void *context, int task, int thread) {
+            const auto &j = *static_cast<Job *>(context);
+            Piece p = j.whole;
+            p.row = task / j.tile_tasks * j.row_step;
+            p.row_end = std::min(p.row + j.row_step, j.whole.row_end);
+            p.tile = task % j.tile_tasks * j.tile_step;
+            p.tile_end = std::min(p.tile + j.tile_step, j.whole.tile_end);
+            j.run(p, (*j.scratch)[thread].get());
+        },
+        &job);
+}
+
+}  // namespace qforge

@@ -1,0 +1,68 @@
+// The linear in plain C++, for any CPU: the second implementation that the fast ones are tested against, bit for bit. Order of sums: linear.h.
+#include <cmath>
+#include <cstring>
+
+#include "qforge/linear.h"
+
+namespace qforge {
+namespace {
+
+float half_to_float(uint16_t h) {
+    const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
+    if (exponent == 0) {
+        const float v = static_cast<float>(mantissa) * 0x1p-24f;
+        return sign ? -v : v;
+    }
+    const uint32_t bits = sign | (exponent == 31 ? 255u << 23 : (exponent + 112) << 23) | mantissa << 13;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+
+// code - zero (or the weight itself) of input j of a chunk and one column
+float unpack(Format format, const uint8_t *chunk, int j, int column, int zero) {
+    if (format == Format::INT4) return static_cast<float>(((chunk[column * 4 + j % 4] >> (j / 4 * 4)) & 15) - zero);
+    if (format == Format::INT8) return static_cast<float>(chunk[j / 4 * 64 + column * 4 + j % 4] - zero);
+    float f;
+    if (format == Format::F32) {
+        std::memcpy(&f, chunk + (j * kTile + column) * 4, 4);
+        return f;
+    }
+    uint16_t h;
+    std::memcpy(&h, chunk + (j * kTile + column) * 2, 2);
+    if (format == Format::F16) return half_to_float(h);
+    const uint32_t bits = static_cast<uint32_t>(h) << 16;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+
+void one_tile(const Piece &p, int64_t row, int64_t tile) {
+    const Weight &w = *p.weight;
+    const int64_t chunks = w.block_k / 8, bytes = chunk_bytes(w.format);
+    const float *x = p.x + row * p.x_stride;
+    float total[kTile] = {};
+    for (int64_t b = 0; b < w.blocks; ++b) {
+        const int64_t at = tile * w.blocks + b;
+        float part[kTile] = {};
+        for (int64_t c = 0; c < chunks; ++c)
+            for (int j = 0; j < 8; ++j)
+                for (int n = 0; n < kTile; ++n) {
+                    const float v = unpack(w.format, w.codes + (at * chunks + c) * bytes, j, n, w.zeros ? w.zeros[at * kTile + n] : 0);
+                    part[n] = std::fma(x[b * w.block_k + c * 8 + j], v, part[n]);
+                }
+        for (int n = 0; n < kTile; ++n) total[n] = w.scales ? std::fma(w.scales[at * kTile + n], part[n], total[n]) : total[n] + part[n];
+    }
+    for (int64_t n = 0; n < kTile && tile * kTile + n < w.columns; ++n) {
+        const int64_t column = tile * kTile + n;
+        p.y[row * p.y_stride + column] = w.bias ? total[n] + w.bias[column] : total[n];
+    }
+}
+
+}  // namespace
+
+void linear_portable(const Piece &piece, float *) {
+    for (int64_t row = piece.row; row < piece.row_end; ++row)
+        for (int64_t tile = piece.tile; tile < piece.tile_end; ++tile) one_tile(piece, row, tile);
+}
+
+}  // namespace qforge

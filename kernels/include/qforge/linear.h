@@ -1,0 +1,60 @@
+// y = x W^T (+ bias) with packed weights and fp32 activations: what a launcher takes, and the launchers of each instruction set.
+//
+// Layout. Columns (output features) come in tiles of 16, inputs in blocks of `block_k` (a multiple of 8); a block has one scale and one zero point a column.
+//   codes   [tiles][blocks * block_k / 8][chunk]: a chunk is 8 inputs x 16 columns
+//           INT4  64 bytes: [16 columns][4 bytes], byte j = code of input j | code of input j + 4 << 4         (the W4N16 order: a 32-bit lane is one column)
+//           INT8 128 bytes: [2][16 columns][4 bytes], byte j of half h = code of input 4 h + j
+//           F32, F16, BF16: [8 inputs][16 columns]
+//   scales  [tiles][blocks][16] fp32, zeros [tiles][blocks][16] uint8; null for F32, F16, BF16
+//   Columns past `columns` and inputs past the real ones are padding: code = zero point (or 0.0).
+//
+// Sums. Every path of every instruction set computes, for each output, the same operations in the same order:
+//   total = 0; for each block: part = 0; for each input of it, in order: part = fma(x, code - zero, part); total = fma(scale, part, total) (dense: total + part)
+// so a row's result is equal bit for bit whatever other rows there are, however work is split among threads, and whichever instruction set runs it.
+#pragma once
+
+#include <cstdint>
+
+namespace qforge {
+
+enum class Format : int { INT4 = 0, INT8 = 1, F32 = 2, F16 = 3, BF16 = 4 };
+
+constexpr int kTile = 16;       // columns of a tile
+constexpr int kRowChunk = 96;   // rows of one task of the matrix path
+constexpr int kWideTiles = 4;   // tiles of one task of the matrix path
+constexpr int kFewRows = 4;     // up to here weights are unpacked in registers; above, once into a panel that many rows share
+
+constexpr int chunk_bytes(Format f) {
+    return f == Format::INT4 ? 64 : f == Format::INT8 ? 128 : f == Format::F32 ? 512 : 256;
+}
+
+struct Weight {
+    Format format;
+    int64_t columns;
+    int64_t blocks;
+    int64_t block_k;
+    const uint8_t *codes;
+    const float *scales;
+    const uint8_t *zeros;
+    const float *bias;  // [columns] or null
+
+    int64_t tiles() const { return (columns + kTile - 1) / kTile; }
+    int64_t inputs() const { return blocks * block_k; }
+};
+
+// One piece of the product: rows [row, row_end) x tiles [tile, tile_end). x is [*, inputs()] with x_stride floats a row, y [*, columns] with y_stride.
+struct Piece {
+    const Weight *weight;
+    const float *x;
+    float *y;
+    int64_t x_stride, y_stride, row, row_end, tile, tile_end;
+};
+
+using LinearPiece = void (*)(const Piece &piece, float *scratch);  // scratch: scratch_floats(weight) floats, 64-byte aligned, the thread's own
+
+inline int64_t scratch_floats(const Weight &w) { return kWideTiles * kTile * (w.block_k + kRowChunk); }
+
+void linear_portable(const Piece &piece, float *scratch);
+void linear_avx2(const Piece &piece, float *scratch);
+
+}  // namespace qforge

@@ -1,0 +1,1 @@
+"""The quantized linear as an operation: the reference, the native kernels, and the choice among them."""

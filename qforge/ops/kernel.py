@@ -1,0 +1,29 @@
+"""What a kernel for quantized linears offers."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from qforge.qlinear import QuantizedLinear
+from qforge.scheme import Scheme
+
+
+class Kernel(Protocol):
+    """One implementation of `numerics.linear`.
+
+    Attributes:
+        name: as `inspect`, `doctor` and reports print it.
+    """
+
+    name: str
+
+    def supports(self, scheme: Scheme, shape: tuple[int, int], device: str) -> str | None:
+        """None if the kernel runs a weight `[O, I]` of this scheme on this device; otherwise the reason why not."""
+
+    def prepack(self, q: QuantizedLinear) -> Any:
+        """The weight in the kernel's own layout, bias included."""
+
+    def run(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
+        """`x [T, I] -> [T, O]`, both fp32."""

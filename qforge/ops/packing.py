@@ -1,0 +1,121 @@
+"""Transcribe weights into the tile layout of the native CPU kernels (kernels/include/qforge/linear.h).
+
+Letters: O outputs, I inputs, N tiles of 16 outputs, B blocks of K inputs (one scale each), C chunks of 8 inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from qforge.qlinear import QuantizedLinear
+from qforge.scheme import Per
+
+TILE = 16
+CHUNK = 8
+_LONGEST_BLOCK = 128  # inputs: partial sums of more than this lose accuracy and do not fit the first-level cache when unpacked
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tiles:
+    """A packed weight.
+
+    Attributes:
+        format: `INT4`, `INT8`, `F32`, `F16` or `BF16`.
+        codes: uint8 (or the float dtype), contiguous; shape for integers `[N, C, bytes]`, for floats `[N, padded I, 16]`.
+        scales: `[N, B, 16]` fp32, None for floats.
+        zeros: `[N, B, 16]` uint8, None for floats.
+        blocks, block_k: B and K; the kernel's input has B x K columns.
+        gather: `[B x K]` int64, where each packed input comes from in `x` with one zero column appended; None if `x` is taken as it is.
+    """
+
+    format: str
+    out_features: int
+    in_features: int
+    blocks: int
+    block_k: int
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+    zeros: torch.Tensor | None
+    gather: torch.Tensor | None
+
+
+def block_length(group: int) -> int:
+    """Inputs of one block for groups of `group` inputs: a multiple of 8, at most 128, chosen for the least padding and then for length."""
+    if group <= _LONGEST_BLOCK:
+        return -(-group // CHUNK) * CHUNK
+    return min(range(_LONGEST_BLOCK, _LONGEST_BLOCK // 2 - 1, -CHUNK), key=lambda k: (-(-group // k) * k, -k))
+
+
+def pack_quantized(q: QuantizedLinear) -> Tiles:
+    """Pack integer codes `[O, I]` (up to 8 bits, symmetric or with zero points; per tensor, channel, group or block; any group index)."""
+    out_features, in_features = q.out_features, q.in_features
+    order, scale_of_block, block_k = _blocks(q)
+    bias = 0 if q.zeros is not None else 1 << (7 if q.scheme.bits > 4 else 3)
+    codes = torch.nn.functional.pad((q.codes.to(torch.int16) + bias).to(torch.uint8), (0, 1))[:, order]
+    rows = _rows_of_scales(q)
+    scales = q.scales[rows][:, scale_of_block]
+    zeros = torch.full_like(scales, bias, dtype=torch.uint8) if q.zeros is None else q.zeros[rows][:, scale_of_block]
+    padding = (order == in_features).view(1, -1, block_k)
+    codes = torch.where(padding, zeros.unsqueeze(-1), codes.view(out_features, -1, block_k)).view(out_features, -1)
+    identity = len(order) == in_features and bool((order == torch.arange(in_features)).all())
+    return Tiles(
+        "INT8" if q.scheme.bits > 4 else "INT4", out_features, in_features, len(scale_of_block), block_k,
+        _interleave(_by_tile(codes), q.scheme.bits > 4), _by_tile(scales).transpose(1, 2).contiguous(), _by_tile(zeros).transpose(1, 2).contiguous(), None if identity else order,
+    )  # fmt: skip
+
+
+def pack_dense(weight: torch.Tensor) -> Tiles:
+    """Pack a floating point weight `[O, I]` in its own dtype (fp32, fp16 or bf16)."""
+    out_features, in_features = weight.shape
+    block_k = block_length(in_features)
+    blocks = -(-in_features // block_k)
+    padded = torch.nn.functional.pad(weight, (0, blocks * block_k - in_features))
+    order = torch.arange(blocks * block_k).clamp(max=in_features)
+    name = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[weight.dtype]
+    gather = None if blocks * block_k == in_features else order
+    return Tiles(name, out_features, in_features, blocks, block_k, _by_tile(padded).transpose(1, 2).contiguous(), None, None, gather)
+
+
+def embed(tiles: Tiles, tokens: torch.Tensor) -> torch.Tensor:
+    """Rows `tokens [T]` of a packed dense weight, `[T, I]` fp32: an embedding table that shares its memory with the output head."""
+    return tiles.codes[tokens // TILE, :, tokens % TILE][:, : tiles.in_features].float()
+
+
+def _blocks(q: QuantizedLinear) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(order `[B x K]`: the input at each packed place or I for padding; `[B]`: scale column of each block; K)."""
+    in_features, columns = q.in_features, q.scales.shape[1]
+    length = in_features if q.scheme.granularity.per in (Per.TENSOR, Per.CHANNEL) else q.scheme.granularity.columns
+    index = q.group_index.long() if q.group_index is not None else torch.arange(in_features) // length
+    counts = torch.bincount(index, minlength=columns)
+    block_k = block_length(int(counts.max()))
+    per_group = (counts + block_k - 1) // block_k
+    first_place = torch.cumsum(per_group, 0) - per_group
+    by_group = torch.argsort(index, stable=True)
+    within = torch.arange(in_features) - (torch.cumsum(counts, 0) - counts)[index[by_group]]
+    order = torch.full((int(per_group.sum()) * block_k,), in_features)
+    order[first_place[index[by_group]] * block_k + within] = by_group
+    return order, torch.repeat_interleave(torch.arange(columns), per_group), block_k
+
+
+def _rows_of_scales(q: QuantizedLinear) -> torch.Tensor:
+    """`[O]`: the row of the scale tensor that each output uses."""
+    outputs = torch.arange(q.out_features)
+    per = q.scheme.granularity.per
+    return torch.zeros_like(outputs) if per is Per.TENSOR else outputs // q.scheme.granularity.rows if per is Per.BLOCK else outputs
+
+
+def _by_tile(values: torch.Tensor) -> torch.Tensor:
+    """`[O, X] -> [N, 16, X]`, the last tile filled up with zeros."""
+    out_features = values.shape[0]
+    tiles = -(-out_features // TILE)
+    return torch.nn.functional.pad(values, (0, 0, 0, tiles * TILE - out_features)).view(tiles, TILE, -1)
+
+
+def _interleave(codes: torch.Tensor, wide: bool) -> torch.Tensor:
+    """`[N, 16, I]` uint8 -> `[N, C, 128]` (one byte a code) or `[N, C, 64]` (two codes a byte, inputs j and j + 4 of a chunk)."""
+    halves = codes.view(codes.shape[0], TILE, -1, 2, CHUNK // 2).permute(0, 2, 3, 1, 4)  # [N, C, half, 16, 4]
+    if wide:
+        return halves.reshape(codes.shape[0], -1, TILE * CHUNK).contiguous()
+    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).reshape(codes.shape[0], -1, TILE * CHUNK // 2).contiguous()

@@ -1,0 +1,38 @@
+"""Which kernel runs a linear here, and why not a faster one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qforge.ops.kernel import Kernel
+from qforge.ops.native import NativeKernel
+from qforge.ops.reference import ReferenceKernel
+from qforge.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A kernel, and for each faster one the reason why it was passed over."""
+
+    kernel: Kernel
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+    def explain(self) -> str:
+        """One line: the kernel's name, and why not a faster one."""
+        return self.kernel.name + "".join(f" (not {name}: {reason})" for name, reason in self.passed_over)
+
+
+def kernels(threads: int | None = None) -> list[Kernel]:
+    """Every kernel, fastest first; the last one runs everything."""
+    return [NativeKernel(threads), ReferenceKernel()]
+
+
+def choose(scheme: Scheme, shape: tuple[int, int], device: str = "cpu", threads: int | None = None) -> Choice:
+    """The fastest kernel for a weight `[O, I]` of this scheme on this device. Needs no weights, so that `inspect` can ask before loading."""
+    passed_over: list[tuple[str, str]] = []
+    for kernel in kernels(threads):
+        reason = kernel.supports(scheme, shape, device)
+        if reason is None:
+            return Choice(kernel, tuple(passed_over))
+        passed_over.append((kernel.name, reason))
+    raise AssertionError("the reference kernel supports everything")

@@ -81,6 +81,24 @@ class CompressedTensors:
         packed = pack_words(zeros, scheme.bits, dim=0)
         return torch.nn.functional.pad(packed, (0, 0, 0, zeros.shape[0] - packed.shape[0])) if self.padded_zeros else packed
 
+    def infos(self, scheme: Scheme, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what `pack` gives for a weight `[O, I]` with contiguous groups, known before the weight is."""
+        rows, columns = scheme.scale_shape(out_features, in_features)
+        per_tensor = scheme.granularity.per is Per.TENSOR
+        infos: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"weight_scale": ((1,) if per_tensor else (rows, columns), self.scale_dtype)}
+        if format_of(scheme) == "pack-quantized":
+            infos["weight_packed"] = (out_features, words_for(in_features, scheme.bits)), torch.int32
+            infos["weight_shape"] = (2,), torch.int64
+        else:
+            infos["weight"] = (out_features, in_features), torch.int8 if scheme.number.is_int else torch.float8_e4m3fn
+        if _packs_zeros(scheme):
+            infos["weight_zero_point"] = (rows if self.padded_zeros else words_for(rows, scheme.bits), columns), torch.int32
+        elif scheme.symmetry is Symmetry.ASYM:
+            infos["weight_zero_point"] = (1,) if per_tensor else (rows, columns), torch.int8
+        if scheme.activations is not None and scheme.activations.static:
+            infos["input_scale"] = (1,), torch.float32
+        return infos
+
     def unpack(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantizedLinear:
         """The linear that the tensors describe.
 
@@ -178,8 +196,10 @@ def read_config(config: Mapping[str, Any], linear_names: Sequence[str]) -> dict[
             raise ModelError(f"config group '{name}' of quantization_config has no targets")
         if expanded.get("weights") is not None:
             targets.update(dict.fromkeys(map(str, expanded["targets"]), _scheme(expanded)))
-    ignored = [str(i) for i in config.get("ignore") or []]
-    found = {name: _best_match(name, targets) for name in linear_names if not any(_matches(name, i) for i in ignored)}
+    ignored = config.get("ignore") or []
+    if not isinstance(ignored, list):
+        raise ModelError("ignore of quantization_config is not a list of names")
+    found = {name: _best_match(name, targets) for name in linear_names if not any(_matches(name, str(i)) for i in ignored)}
     return {name: scheme for name, scheme in found.items() if scheme is not None}
 
 
@@ -230,6 +250,9 @@ def _strategy(granularity: Granularity) -> dict[str, Any]:
 
 def _scheme(group: Mapping[str, Any]) -> Scheme:
     weights, inputs = group["weights"], group.get("input_activations")
+    for key, args in (("weights", weights), ("input_activations", {} if inputs is None else inputs)):
+        if not isinstance(args, Mapping):
+            raise ModelError(f"{key} of a config group in quantization_config is not an object")
     symmetric = bool(weights.get("symmetric", True))
     scale = {str(d): t for t, d in _SCALE_DTYPES.items()}.get(str(weights.get("scale_dtype")), ScaleType.F16BF16)
     activations = None
@@ -244,7 +267,7 @@ def _number(args: Mapping[str, Any]) -> Number:
     bits, kind = args.get("num_bits", 8), args.get("type", "int")
     if kind == "float" and bits == 8:
         return Number.FP8_E4M3
-    if kind == "int" and bits in _INTEGERS:
+    if kind == "int" and isinstance(bits, int) and bits in _INTEGERS:
         return _INTEGERS[bits]
     raise ModelError(f"this checkpoint has {kind} numbers of {bits} bits; qforge reads int{'/int'.join(map(str, sorted(_INTEGERS)))} and 8-bit floats from compressed-tensors")
 

@@ -1,0 +1,146 @@
+"""Hugging Face directories: config, weights, tokenizer and provenance; the artifact of a run is one in compressed-tensors layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from qforge.errors import UnsupportedError
+from qforge.export.writer import SHARD_BYTES, Piece, write_safetensors
+from qforge.files import atomic_folder, write_text
+from qforge.layouts import compressed_tensors
+from qforge.models import assets as asset_files
+from qforge.models import skeleton
+from qforge.models.model import Model
+from qforge.models.weights import TensorInfo
+from qforge.qlinear import QuantizedLinear
+from qforge.scheme import Scheme
+
+HEAD = "lm_head"
+PROVENANCE = "qforge.json"
+_ENVIRONMENT_KEYS = ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "_attn_implementation_autoset", "local_files_only", "tokenizer_file")
+
+
+def write_artifact(
+    folder: Path,
+    model: Model,
+    schemes: Mapping[str, Scheme],
+    linear: Callable[[str], QuantizedLinear],
+    provenance: Mapping[str, Any],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the artifact: `model` with the linears of `schemes` quantized, loadable by transformers as it is. It replaces `folder` when complete.
+
+    Args:
+        folder: where to.
+        model: the merged, unquantized model.
+        schemes: the scheme of each quantized linear by module name; empty for a plain checkpoint.
+        linear: gives a quantized linear by module name; called once for each, in the order of the weights.
+        provenance: what qforge.json says; no times and no paths, so that equal runs give equal bytes.
+
+    Raises:
+        UnsupportedError: the layout cannot hold a scheme.
+        OutputError: the folder cannot be written.
+    """
+    for name, scheme in schemes.items():
+        reason = compressed_tensors.CompressedTensors().supports(scheme)
+        if reason:
+            raise UnsupportedError(f"{name}: {reason}")
+    untie = HEAD in schemes and bool(model.config.tie_word_embeddings)
+    config = config_json(model.config, model.dtype, tied=False if untie else None)
+    if schemes:
+        config["quantization_config"] = compressed_tensors.quantization_config(schemes, unquantized_linears(model, schemes))
+    with atomic_folder(folder) as temporary:
+        write_safetensors(temporary, checkpoint_pieces(model, schemes, lambda n: _packed(model, schemes, linear, n)), shard_bytes=shard_bytes)
+        write_json(temporary / "config.json", config)
+        copy_assets(model.assets, temporary)
+        write_json(temporary / PROVENANCE, dict(provenance))
+
+
+def config_json(config: PretrainedConfig, dtype: torch.dtype, *, tied: bool | None = None) -> dict[str, Any]:
+    """What config.json says of a model: transformers' config without what belongs to a machine; `tied` overrides `tie_word_embeddings`."""
+    content = {k: v for k, v in config.to_diff_dict().items() if k not in (*_ENVIRONMENT_KEYS, "torch_dtype", "quantization_config")}
+    content |= {"architectures": architectures(config), "dtype": str(dtype).removeprefix("torch.")}
+    content["tie_word_embeddings"] = bool(config.tie_word_embeddings) if tied is None else tied
+    return dict(sorted(content.items()))
+
+
+def architectures(config: PretrainedConfig) -> list[str]:
+    """The class that transformers loads the model with; as the config says, or by its family."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return list(config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]])
+
+
+def unquantized_linears(model: Model, schemes: Mapping[str, Scheme]) -> list[str]:
+    """Module names of all linears that are not quantized, the (perhaps tied) output head included."""
+    return sorted(set(skeleton.build(model.config, trust_remote_code=model.trust_remote_code).linears) - set(schemes))
+
+
+def checkpoint_pieces(model: Model, schemes: Mapping[str, Scheme], packed: Callable[[str], Piece]) -> list[Piece]:
+    """Pieces of a checkpoint in the order of the model's weights: quantized linears through `packed`, everything else as it is, a tied head not at all."""
+    tied = bool(model.config.tie_word_embeddings)
+    pieces = []
+    for name in model.weights.names():
+        module = name.removesuffix(".weight")
+        if name.endswith(".weight") and module in schemes:
+            pieces.append(packed(module))
+        elif not (tied and name.startswith(HEAD + ".")):
+            pieces.append(_plain(model, name))
+    if HEAD in schemes and f"{HEAD}.weight" not in model.weights.names():
+        pieces.append(packed(HEAD))
+    return pieces
+
+
+def weight_shape(model: Model, module: str) -> tuple[int, int]:
+    """`[O, I]` of a linear; the embedding's for a tied head."""
+    names = model.weights.names()
+    name = f"{module}.weight"
+    if module == HEAD and name not in names:
+        name = next(n for n in names if n.endswith("embed_tokens.weight"))
+    rows, columns = model.weights.info(name).shape
+    return rows, columns
+
+
+def _plain(model: Model, name: str) -> Piece:
+    return Piece({name: model.weights.info(name)}, lambda: {name: model.weights.read(name)})
+
+
+def _packed(model: Model, schemes: Mapping[str, Scheme], linear: Callable[[str], QuantizedLinear], module: str) -> Piece:
+    scheme = schemes[module]
+    layout = compressed_tensors.layout_for(scheme, schemes, model.dtype)
+
+    def read() -> dict[str, torch.Tensor]:
+        q = linear(module)
+        assert q.scheme == scheme, (module, str(q.scheme), str(scheme))
+        if q.group_index is not None:
+            raise UnsupportedError(f"{module}: groups in activation order (g_idx) are no longer loaded by compressed-tensors; use act_order with contiguous groups, or export gptq")
+        return {f"{module}.{name}": tensor for name, tensor in layout.pack(q).items()}
+
+    infos = layout.infos(scheme, *weight_shape(model, module))
+    return Piece({f"{module}.{name}": TensorInfo(shape, dtype) for name, (shape, dtype) in infos.items()}, read)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON as all our files have it: indented, newline at the end, keys as given."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def copy_assets(source: Path, folder: Path) -> None:
+    """Copy tokenizer, chat template and generation config; paths and versions that other programs left in them are dropped."""
+    for path in asset_files.files_in(source):
+        if path.name == "config.json":
+            continue
+        if path.name in ("tokenizer_config.json", "generation_config.json"):
+            content = json.loads(path.read_bytes())
+            if any(k in content for k in _ENVIRONMENT_KEYS):
+                write_json(folder / path.name, {k: v for k, v in content.items() if k not in _ENVIRONMENT_KEYS})
+                continue
+        shutil.copyfile(path, folder / path.name)

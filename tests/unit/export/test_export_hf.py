@@ -1,0 +1,137 @@
+"""The artifact: transformers loads it unchanged and has, after one forward pass, exactly the weights that numerics.dequantize gives."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qforge import numerics
+from qforge.errors import UnsupportedError
+from qforge.export.hf import write_artifact
+from qforge.files import sha256_tree
+from qforge.models.model import open_model
+from qforge.qlinear import QuantizedLinear
+from qforge.scheme import parse
+
+
+def rtn(model, text="int4-g32-sym", overrides=None, head=False, ignore=()):
+    """Schemes and RTN linears of a model: `text` for all projections, `overrides` by the last part of the name."""
+    names = [n.removesuffix(".weight") for n in model.weights.names() if n.endswith("_proj.weight")]
+    last = {n: n.rsplit(".", 1)[-1] for n in names}
+    schemes = {n: parse((overrides or {}).get(last[n], text)) for n in names if last[n] not in ignore}
+    if head:
+        schemes["lm_head"] = parse(text)
+
+    def linear(name):
+        stored = f"{name}.weight" if f"{name}.weight" in model.weights.names() else "model.embed_tokens.weight"
+        weight = model.weights.read(stored).float()
+        return numerics.quantize(weight, schemes[name], *numerics.minmax_parameters(weight, schemes[name]))
+
+    return schemes, linear
+
+
+def in_transformers(folder, dtype=torch.float32):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[1]]))
+    return model
+
+
+CASES = {
+    "int4 sym": {"text": "int4-g32-sym"},
+    "int4 asym": {"text": "int4-g32-asym"},
+    "int8 channel": {"text": "int8-channel-sym"},
+    "int8 group": {"text": "int8-g32-sym"},
+    "int8 asym": {"text": "int8-g64-asym"},
+    "int3": {"text": "int3-g32-sym"},
+    "mixed": {"text": "int4-g32-sym", "overrides": {"down_proj": "int8-g64-sym", "v_proj": "int4-g16-sym"}},
+    "mixed asym": {"text": "int4-g32-asym", "overrides": {"down_proj": "int8-g64-sym", "v_proj": "int8-channel-asym"}},
+    "w8a8": {"text": "int8-channel-sym+int8-token", "overrides": {"down_proj": "int4-g32-sym"}},
+    "fp8": {"text": "fp8-e4m3-channel+fp8-e4m3-token"},
+    "fp8 block": {"text": "fp8-e4m3-block32+fp8-e4m3-g32"},
+    "ignored": {"text": "int4-g32-sym", "ignore": ("down_proj", "o_proj")},
+    "head": {"text": "int4-g32-sym", "head": True},
+    "head asym": {"text": "int4-g32-asym", "head": True},
+    "none": {"text": "int4-g32-sym", "ignore": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_loads_the_artifact_bit_for_bit(tmp_path, case, dtype):
+    source = open_model(str(tiny.make(tmp_path / "source", layers=2, dtype=dtype)))
+    schemes, linear = rtn(source, **CASES[case])
+    write_artifact(tmp_path / "model", source, schemes, linear, {})
+    state = in_transformers(tmp_path / "model").state_dict()
+    for name in schemes:
+        assert torch.equal(state[f"{name}.weight"], numerics.dequantize(linear(name))), name
+    for name in source.weights.names():
+        if name.removesuffix(".weight") not in schemes:
+            assert torch.equal(state[name], source.weights.read(name).float()), name
+    AutoTokenizer.from_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_we_read_back_what_we_wrote(tmp_path, case):
+    source = open_model(str(tiny.make(tmp_path / "source", layers=2, dtype=torch.bfloat16)))
+    schemes, linear = rtn(source, **CASES[case])
+    write_artifact(tmp_path / "model", source, schemes, linear, {})
+    artifact = open_model(str(tmp_path / "model"))
+    assert artifact.schemes == schemes
+    assert artifact.dtype is torch.bfloat16
+    assert all(artifact.linear(name).equals(linear(name)) for name in schemes)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "mistral"])
+def test_other_families(tmp_path, family):
+    source = open_model(str(tiny.make(tmp_path / "source", family, layers=2)))
+    schemes, linear = rtn(source)
+    write_artifact(tmp_path / "model", source, schemes, linear, {})
+    state = in_transformers(tmp_path / "model").state_dict()
+    assert all(torch.equal(state[f"{name}.weight"], numerics.dequantize(linear(name))) for name in schemes)
+    assert all(torch.equal(state[name], source.weights.read(name)) for name in source.weights.names() if name.endswith("bias"))
+
+
+def test_equal_runs_give_equal_bytes_without_paths(tmp_path):
+    source = open_model(str(tiny.make(tmp_path / "source", layers=2)))
+    schemes, linear = rtn(source)
+    hashes = set()
+    for out in ("a", "b"):
+        write_artifact(tmp_path / out, source, schemes, linear, {"recipe": "x"})
+        hashes.add(sha256_tree(tmp_path / out))
+        text = b"".join(p.read_bytes() for p in (tmp_path / out).iterdir() if p.suffix == ".json")
+        assert str(tmp_path).encode() not in text
+    assert len(hashes) == 1
+    assert json.loads((tmp_path / "a/qforge.json").read_text()) == {"recipe": "x"}
+
+
+def test_a_quantized_tied_head_is_untied(tmp_path):
+    source = open_model(str(tiny.make(tmp_path / "source", layers=1, tied=True)))
+    schemes, linear = rtn(source, head=True)
+    write_artifact(tmp_path / "model", source, schemes, linear, {})
+    assert json.loads((tmp_path / "model/config.json").read_text())["tie_word_embeddings"] is False
+    model = in_transformers(tmp_path / "model")
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+def test_groups_in_activation_order_are_refused_and_leave_nothing(tmp_path):
+    source = open_model(str(tiny.make(tmp_path / "source", layers=1)))
+    schemes, linear = rtn(source)
+
+    def shuffled(name):
+        q = linear(name)
+        return QuantizedLinear(q.scheme, q.codes, q.scales, None, torch.arange(q.in_features, dtype=torch.int32) % q.scales.shape[1])
+
+    with pytest.raises(UnsupportedError, match="g_idx"):
+        write_artifact(tmp_path / "model", source, schemes, shuffled, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_schemes_that_the_layout_lacks_are_refused(tmp_path):
+    source = open_model(str(tiny.make(tmp_path / "source", layers=1)))
+    with pytest.raises(UnsupportedError, match="q_proj.*nf4"):
+        write_artifact(tmp_path / "model", source, {"model.layers.0.self_attn.q_proj": parse("nf4-g64")}, lambda n: None, {})

@@ -54,7 +54,8 @@ def write_safetensors(folder: Path, pieces: Sequence[Piece], *, stem: str = "mod
         path = folder / f"{stem}.safetensors"
         _write_file(path, shards[0])
         return [path]
-    paths, weight_map = [], {}
+    paths: list[Path] = []
+    weight_map: dict[str, str] = {}
     for i, entries in enumerate(shards):
         path = folder / f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         _write_file(path, entries)
@@ -110,4 +111,4 @@ def _write_file(path: Path, entries: Sequence[_Entry]) -> None:
             tensor = tensors[e.name]
             assert tensor.dtype == e.info.dtype, (e.name, tensor.dtype, e.info)
             assert tuple(tensor.shape) == tuple(e.info.shape), (e.name, tensor.shape, e.info)
-            f.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+            f.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)

@@ -26,9 +26,12 @@ def piece(tensors, log=None):
 def some(seed, rows):
     g = torch.Generator().manual_seed(seed)
     return {
-        f"t{seed}.codes": torch.randint(0, 9, (rows, 3), generator=g).to(torch.int8), f"t{seed}.words": torch.randint(0, 9, (rows,), generator=g).int(),
-        f"t{seed}.scales": torch.randn(rows, 1, generator=g).to(torch.bfloat16), f"t{seed}.shape": torch.tensor([rows, 3]), f"t{seed}.float": torch.randn(rows, generator=g).to(torch.float8_e4m3fn),
-    }  # fmt: skip
+        f"t{seed}.codes": torch.randint(0, 9, (rows, 3), generator=g).to(torch.int8),
+        f"t{seed}.words": torch.randint(0, 9, (rows,), generator=g).int(),
+        f"t{seed}.scales": torch.randn(rows, 1, generator=g).to(torch.bfloat16),
+        f"t{seed}.shape": torch.tensor([rows, 3]),
+        f"t{seed}.float": torch.randn(rows, generator=g).to(torch.float8_e4m3fn),
+    }
 
 
 @pytest.mark.parametrize("rows", [8, 5, 1])

@@ -55,7 +55,7 @@ def _read(path: Path) -> str:
 
 
 def _apply(data: dict[str, Any], override: str) -> tuple[Key, ...]:
-    """Set one `key.path=value` in `data`, making missing mappings; the path that was set."""
+    """Set one `key.path=value` in `data`, making missing mappings (lists where item 0 is meant); the path that was set."""
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(keys):
@@ -67,7 +67,7 @@ def _apply(data: dict[str, Any], override: str) -> tuple[Key, ...]:
         key = _key(target, word, override, field_of(path))
         last = i == len(keys) - 1
         if last or (isinstance(target, list) and key == len(target)) or (isinstance(target, dict) and target.get(word) is None):
-            _put(target, key, value if last else {})
+            _put(target, key, value if last else [] if keys[i + 1] == "0" else {})
         path.append(key)
         target = target[key]
     return tuple(path)

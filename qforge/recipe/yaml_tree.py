@@ -37,8 +37,13 @@ def _integer(text: str) -> int:
     return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
 
 
+def _text(text: str) -> str:
+    """Joins the halves in which JSON's escapes write characters beyond U+FFFF."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+
+
 _SCALARS: dict[str, Callable[[str], Any]] = {
-    "str": str,
+    "str": _text,
     "int": _integer,
     "float": lambda t: float(t.lower().replace(".inf", "inf").replace(".nan", "nan")),
     "bool": lambda t: t.lower() == "true",
@@ -120,14 +125,17 @@ class _Builder:
         if isinstance(node, yaml.SequenceNode) and kind == "seq":
             return [self.build(item, depth + 1) for item in node.value]
         if isinstance(node, yaml.ScalarNode) and kind in _SCALARS:
-            try:
-                return _SCALARS[kind](node.value)
-            except ValueError as e:
-                raise RecipeError(f"{self.where(node)}'{node.value}' is no {kind}") from e
+            return self.scalar(node, kind)
         raise RecipeError(f"{self.where(node)}YAML tags ('{node.tag.replace(_TAG, '!!')}') are not allowed in a recipe; write the plain value")
 
     def where(self, node: yaml.Node) -> str:
         return f"{self.name}:{_line(node)}: "
+
+    def scalar(self, node: yaml.ScalarNode, kind: str) -> Any:
+        try:
+            return _SCALARS[kind](node.value)
+        except ValueError as e:
+            raise RecipeError(f"{self.where(node)}{node.value!a} is no {kind}") from e
 
     def mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Any]:
         result: dict[str, Any] = {}
@@ -136,7 +144,7 @@ class _Builder:
             where = self.where(key_node)
             if not isinstance(key_node, yaml.ScalarNode):
                 raise RecipeError(f"{where}a key must be a word")
-            key = str(key_node.value)
+            key: str = self.scalar(key_node, "str")
             if key == "<<":
                 raise RecipeError(f"{where}merge keys (<<) are not part of YAML 1.2; repeat the values, or give each an anchor")
             if key in result:

@@ -1,0 +1,57 @@
+# Everything runs in .venv inside this checkout. A fresh machine needs Python 3.11 or newer with venv, make, and (for the fast kernels) a C++20 compiler.
+#   make demo    a real model: merged, quantized, exported, checked; the report is in runs/demo
+#   make test    the fast ring         make test-slow   foreign engines, long flows
+#   make check   style, types, imports, generated pages
+# Variables: PYTHON=python3.12   PIP_ARGS="..." (passed to every pip install)
+
+PYTHON ?= python3
+PIP_ARGS ?=
+TORCH := torch==2.13.0
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS)
+READY := .venv/.qforge-packages
+NATIVE := .venv/.qforge-native
+KERNELS := CMakeLists.txt $(wildcard kernels/*/*.* kernels/*/*/*.*)
+
+.PHONY: setup demo test test-slow check bench docs clean
+.DELETE_ON_ERROR:
+
+setup: $(NATIVE)
+
+# torch first and alone: nothing that comes later may choose another version.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("qforge needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(PIP) $(TORCH)
+	$(PIP) $(TORCH) -e '.[dev,llamacpp]'
+	@touch $(READY) $(NATIVE)
+
+$(NATIVE): $(READY) $(KERNELS)
+	$(PIP) --no-deps --no-build-isolation -e .
+	@touch $(NATIVE)
+
+demo: setup
+	$(BIN)/qforge quantize --recipe recipes/demo.yaml --out runs/demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-slow: setup
+	$(BIN)/python -m pytest -m 'slow and not gpu'
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python docs/generate.py --check
+
+bench: demo
+	$(BIN)/qforge bench runs/demo/model
+
+docs: setup
+	$(BIN)/python docs/generate.py
+
+# .venv and runs stay: they took time to make.
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

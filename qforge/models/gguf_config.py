@@ -1,0 +1,153 @@
+"""GGUF metadata -> transformers' config. Everything that llama.cpp reads from the file is taken from it, rotary scaling included; what it does not say is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from transformers import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from qforge.errors import ModelError
+from qforge.models.gguf_header import GgufHeader
+
+FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
+_GEMMA3_PERIOD = 6  # every sixth layer attends to everything (Gemma 3 report, section 2)
+_GEMMA3_27B_LAYERS = 62  # the one size that scales queries by hidden / heads instead of the head's width
+
+
+def gguf_config(header: GgufHeader) -> PretrainedConfig:
+    """The config of the model in a GGUF file.
+
+    Raises:
+        ModelError: an architecture that qforge does not read (the message lists those it does), or metadata that are missing or unusual.
+    """
+    architecture = header.architecture
+    if architecture not in FAMILIES:
+        raise ModelError(f"{header.path} holds a model of the architecture '{architecture}'; qforge reads {', '.join(FAMILIES)} from GGUF (a Hugging Face directory may do)")
+    if int(header.metadata.get("split.count", 1)) > 1:
+        raise ModelError(f"{header.path} is one of {header.metadata['split.count']} parts; join them first: llama-gguf-split --merge")
+    get = _Keys(header)
+    if get.optional("expert_count", 0):
+        raise ModelError(f"{header.path} is a mixture of experts; these are not available yet")
+    family = FAMILIES[architecture]
+    values = _sizes(header, get, family)
+    values |= _gemma3(get, values) if family == "gemma3_text" else {"rope_parameters": _rope(header, get, values["head_dim"])}
+    try:
+        return CONFIG_MAPPING[family].from_dict({"model_type": family, "architectures": [_ARCHITECTURES[family]], **values, **_tokens(header)})
+    except Exception as e:  # transformers' validators raise many kinds
+        raise ModelError(f"{header.path}: its metadata make no valid '{family}' config: {str(e).strip().splitlines()[-1]}") from e
+
+
+class _Keys:
+    """Metadata of the file's architecture, by their short names."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self._header = header
+
+    def required(self, key: str, kind: type) -> Any:
+        value = self.optional(key, None)
+        if isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]  # one value a layer, all the same
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+            raise ModelError(f"{self._header.path}: its metadata say {value!r} for {self._header.architecture}.{key}, where one positive number is needed")
+        return kind(value)
+
+    def optional(self, key: str, default: Any) -> Any:
+        return self._header.metadata.get(f"{self._header.architecture}.{key}", default)
+
+
+def _sizes(header: GgufHeader, get: _Keys, family: str) -> dict[str, Any]:
+    hidden, heads = get.required("embedding_length", int), get.required("attention.head_count", int)
+    head_dim = int(get.optional("attention.key_length", get.optional("rope.dimension_count", hidden // heads)))
+    if int(get.optional("rope.dimension_count", head_dim)) != head_dim or int(get.optional("attention.value_length", head_dim)) != head_dim:
+        raise ModelError(f"{header.path}: its heads have parts of different widths (rotary, key, value); these are not available")
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ModelError(f"{header.path} has no token_embd.weight, so it is no complete language model")
+    values = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": get.required("attention.head_count_kv", int) if get.optional("attention.head_count_kv", None) is not None else heads,
+        "head_dim": head_dim,
+        "num_hidden_layers": get.required("block_count", int),
+        "intermediate_size": get.required("feed_forward_length", int),
+        "max_position_embeddings": get.required("context_length", int),
+        "rms_norm_eps": get.required("attention.layer_norm_rms_epsilon", float),
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+    }
+    if family != "qwen2":  # whose q, k and v always have a bias
+        values["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    if family == "llama":
+        values["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
+    return values
+
+
+def _tokens(header: GgufHeader) -> dict[str, Any]:
+    names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+    return {ours: header.metadata.get(f"tokenizer.ggml.{theirs}") for ours, theirs in names.items()}
+
+
+def _scaling(header_path: Any, get: _Keys) -> dict[str, Any]:
+    kind = get.optional("rope.scaling.type", "none")
+    if kind == "none":
+        return {"rope_type": "default"}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": get.required("rope.scaling.factor", float)}
+    if kind == "yarn":
+        found = {"rope_type": "yarn", "factor": get.required("rope.scaling.factor", float)}
+        original = get.optional("rope.scaling.original_context_length", None)
+        return found if original is None else found | {"original_max_position_embeddings": int(original)}
+    raise ModelError(f"{header_path}: rotary scaling of the kind '{kind}' is not available; none, linear and yarn are")
+
+
+def _rope(header: GgufHeader, get: _Keys, head_dim: int) -> dict[str, Any]:
+    theta = float(get.optional("rope.freq_base", 10000.0))
+    found = {"rope_theta": theta, **_scaling(header.path, get)}
+    return found | _llama3_scaling(header, theta, head_dim) if "rope_freqs.weight" in header.tensors else found
+
+
+def _llama3_scaling(header: GgufHeader, theta: float, head_dim: int) -> dict[str, Any]:
+    """Llama 3.1's rotary scaling, which GGUF holds as divisors of the frequencies: the published constants if they give just these divisors.
+
+    Raises:
+        ModelError: the divisors are others.
+    """
+    tensor = header.tensors["rope_freqs.weight"]
+    stored = np.fromfile(header.path, dtype=np.float32, count=tensor.nbytes // 4, offset=tensor.start)
+    factor = float(stored.max(initial=1.0))
+    parameters = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    expected = [_divisor(theta ** (-2 * i / head_dim), parameters) for i in range(head_dim // 2)]
+    if stored.shape != (head_dim // 2,) or not np.allclose(stored, expected, rtol=1e-3):
+        raise ModelError(f"{header.path}: its rotary frequencies (rope_freqs.weight) are scaled in a way that qforge cannot tell; start from the Hugging Face model")
+    return parameters
+
+
+def _divisor(frequency: float, p: Mapping[str, Any]) -> float:
+    """What Llama 3.1 divides a rotary frequency by (its reference code's apply_scaling)."""
+    wavelength = 2 * math.pi / frequency
+    original, low, high, factor = p["original_max_position_embeddings"], p["low_freq_factor"], p["high_freq_factor"], p["factor"]
+    if wavelength < original / high:
+        return 1.0
+    if wavelength > original / low:
+        return float(factor)
+    smooth = (original / wavelength - low) / (high - low)
+    return float(1.0 / ((1 - smooth) / factor + smooth))
+
+
+def _gemma3(get: _Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    layers, head_dim = sizes["num_hidden_layers"], sizes["head_dim"]
+    pattern = get.optional("attention.sliding_window_pattern", _GEMMA3_PERIOD)
+    sliding = pattern if isinstance(pattern, list) else [(i + 1) % int(pattern) != 0 for i in range(layers)]
+    full = {"rope_theta": float(get.optional("rope.freq_base", 1_000_000.0)), **_scaling("gemma3", get)}
+    return {
+        "query_pre_attn_scalar": sizes["hidden_size"] // sizes["num_attention_heads"] if layers == _GEMMA3_27B_LAYERS else head_dim,
+        "sliding_window": get.required("attention.sliding_window", int),
+        "layer_types": ["sliding_attention" if s else "full_attention" for s in sliding],
+        "rope_parameters": {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": float(get.optional("rope.freq_base_swa", 10_000.0))}},
+        "final_logit_softcapping": get.optional("final_logit_softcapping", None),
+    }

@@ -1,0 +1,75 @@
+"""Opening a `.gguf` file as a Model: its config, its weights dequantized on demand, and its tokenizer as a folder in the cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from gguf import GGMLQuantizationType
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer, PretrainedConfig
+from transformers import __version__ as transformers_version
+
+from qforge.errors import ModelError
+from qforge.models import skeleton as skeletons
+from qforge.models.cache import cached_folder
+from qforge.models.gguf_config import gguf_config
+from qforge.models.gguf_header import GgufHeader, read_gguf_header
+from qforge.models.gguf_source import GgufSource
+from qforge.models.model import DTYPES, Model
+from qforge.models.spec import model_spec
+from qforge.models.weights import Cast, digest
+
+# llama.cpp's names of pre-tokenizers that split numbers into single digits before GPT-2's own splitting (llama-vocab.cpp); transformers' reader leaves that out.
+_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+
+
+def open_gguf(source: str, path: Path, dtype: str) -> Model:
+    """Open a GGUF file; only its header is read.
+
+    Args:
+        source: as the user wrote it.
+        dtype: `auto`: float16 if the file is quantized (it keeps more of the dequantized values than bfloat16), else as the file is stored.
+
+    Raises:
+        ModelError: no sound GGUF file, or a model that qforge does not read from GGUF.
+    """
+    header = read_gguf_header(path)
+    config = gguf_config(header)
+    stored = skeletons.fitted(GgufSource(header, config), skeletons.build(config), config, str(path))
+    chosen = _own_dtype(header) if dtype == "auto" else DTYPES[dtype]
+    assets = _assets(header, config)
+    config.dtype = chosen
+    return Model(source, config, model_spec(config), Cast(stored, chosen), chosen, assets)
+
+
+def _own_dtype(header: GgufHeader) -> torch.dtype:
+    types = {t.type for t in header.tensors.values()}
+    if types == {GGMLQuantizationType.F32}:
+        return torch.float32
+    return torch.bfloat16 if types <= {GGMLQuantizationType.F32, GGMLQuantizationType.BF16} else torch.float16
+
+
+def _assets(header: GgufHeader, config: PretrainedConfig) -> Path:
+    """The tokenizer as a folder: made once for each header and version of transformers, whose reader makes it."""
+
+    def build(folder: Path) -> None:
+        alone = folder / "model.gguf"  # away from tokenizer files that may lie beside the original
+        alone.symlink_to(header.path.resolve())
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=alone.name, local_files_only=True)
+        except Exception as e:  # transformers raises many kinds
+            raise ModelError(f"{header.path}: its tokenizer cannot be read: {(str(e) or type(e).__name__).strip().splitlines()[0]}") from e
+        finally:
+            alone.unlink()
+        if header.metadata.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
+            backend = tokenizer.backend_tokenizer
+            backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), backend.pre_tokenizer])
+        tokenizer.save_pretrained(folder)
+        ends = [header.metadata[k] for k in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if k in header.metadata]
+        generation = {"bos_token_id": config.bos_token_id, "eos_token_id": ends[0] if len(set(ends)) == 1 else sorted(set(ends)) or None, "pad_token_id": config.pad_token_id}
+        (folder / "generation_config.json").write_text(json.dumps({k: v for k, v in generation.items() if v is not None}, indent=1) + "\n")
+        config.to_json_file(folder / "config.json")
+
+    return cached_folder("gguf-assets", digest("1", header.sha256, transformers_version)[:32], build)

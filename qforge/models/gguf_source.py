@@ -1,0 +1,71 @@
+"""A GGUF file as a source of weights: one tensor at a time, dequantized by the gguf package, under Hugging Face's name and in its row order."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from transformers import PretrainedConfig
+
+from qforge.errors import ModelError
+from qforge.files import sha256_file
+from qforge.models.gguf_header import GgufHeader, GgufTensor
+from qforge.models.names import gguf_names, gguf_norm_offset, gguf_permutes, permuted_heads, unpermute_rows
+from qforge.models.weights import TensorInfo, digest
+
+_FLOATS = {GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16, GGMLQuantizationType.BF16: torch.bfloat16}
+_DERIVED = ("rope_freqs.weight", "attn_rot_embd.weight")  # rotary frequencies, which a config tells
+
+
+class GgufSource:
+    """Tensors of one GGUF file: quantized ones dequantized in fp32, floats as stored."""
+
+    def __init__(self, header: GgufHeader, config: PretrainedConfig) -> None:
+        """Map the file's names; a tensor without a Hugging Face name keeps its own, and is for the caller to refuse."""
+        self._header = header
+        self._family = config.model_type
+        self._heads = (config.num_attention_heads, config.num_key_value_heads)
+        self._fingerprint = ""
+        ours = {theirs: hf for hf, theirs in gguf_names(self._family, config.num_hidden_layers).items()}
+        self._tensors = {ours.get(name, name): t for name, t in header.tensors.items() if not name.endswith(_DERIVED)}
+
+    def names(self) -> list[str]:
+        """Hugging Face names, in the order of the file."""
+        return list(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape, and the dtype that `read` gives."""
+        tensor = self._tensors[name]
+        return TensorInfo(tensor.shape, _FLOATS.get(tensor.type, torch.float32))
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor as transformers' modules take it: q and k rows in their order, Gemma's norms without the added one."""
+        value = _read(self._header, self._tensors[name])
+        heads = permuted_heads(name, *self._heads) if gguf_permutes(self._family) else None
+        if heads is not None:
+            value = unpermute_rows(value, heads).contiguous()
+        offset = gguf_norm_offset(self._family, name)
+        return (value.float() - offset).to(value.dtype) if offset else value
+
+    def fingerprint(self) -> str:
+        """Over the whole file."""
+        if not self._fingerprint:
+            self._fingerprint = digest("gguf", sha256_file(self._header.path))
+        return self._fingerprint
+
+
+def _read(header: GgufHeader, tensor: GgufTensor) -> torch.Tensor:
+    try:
+        raw = np.fromfile(header.path, dtype=np.uint8, count=tensor.nbytes, offset=tensor.start)
+    except OSError as e:
+        raise ModelError(f"cannot read {header.path}: {e.strerror}") from e
+    if raw.size != tensor.nbytes:
+        raise ModelError(f"{header.path} ended early at tensor '{tensor.name}'; was it changed while qforge ran?")
+    if tensor.type in _FLOATS:
+        return torch.from_numpy(raw).view(_FLOATS[tensor.type]).reshape(tensor.shape)
+    try:
+        values = dequantize(raw.reshape(*tensor.shape[:-1], -1), tensor.type)
+    except NotImplementedError as e:
+        raise ModelError(f"{header.path}: tensor '{tensor.name}' is of type {tensor.type.name}, which the gguf package cannot dequantize") from e
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).reshape(tensor.shape)

@@ -184,7 +184,7 @@ def _skeleton(model: Model) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with init_empty_weights(include_buffers=False):
-        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=model.trust_remote_code)
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=model.trust_remote_code)
     return module.eval().requires_grad_(False)
 
 

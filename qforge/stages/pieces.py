@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from qforge.calibration.sequential import Piece, Store
-from qforge.journal import Journal, key
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
+from qforge.stages.journal import Journal, key
 from qforge.types import LayerResult
 
 _FIELDS = ("codes", "scales", "zeros", "group_index", "super_scales", "input_scale", "bias")
@@ -24,6 +24,8 @@ class BlockPieces:
 
     def __init__(self, journal: Journal, root: str, count: int) -> None:
         self._journal = journal
+        self.root = root
+        self._last: tuple[int, Piece] | None = None
         self._names = [key("block", root=root, index=i) for i in range(count)]
         self._hidden = [key("hidden", root=root, index=i) for i in range(count)]
 
@@ -49,9 +51,12 @@ class BlockPieces:
         return {name: i for i in range(len(self._names)) for name in self._whole(i).linears}
 
     def _whole(self, index: int) -> Piece:
+        if self._last is not None and self._last[0] == index:
+            return self._last[1]
         found = self._journal.load(self._names[index], count=False)
         assert found is not None, f"block {index} was finished and its piece is gone"
-        return _piece(*found)
+        self._last = (index, _piece(*found))
+        return self._last[1]
 
     def _load(self, index: int) -> Piece | None:
         found = self._journal.load(self._names[index])

@@ -1,0 +1,73 @@
+"""The artifact: quantized blocks from the journal, written as one Hugging Face directory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from qforge import __version__
+from qforge.calibration.sequential import quantize_blocks
+from qforge.export.hf import write_artifact
+from qforge.files import sha256_tree, size_of
+from qforge.methods import Options
+from qforge.models.blocks import BlockModel
+from qforge.models.model import Model
+from qforge.plan import Plan
+from qforge.progress import Progress
+from qforge.recipe import Recipe
+from qforge.stages.journal import Journal, key
+from qforge.stages.pieces import BlockPieces
+from qforge.stages.texts import Texts
+
+
+def quantize(recipe: Recipe, model: Model, model_sha256: str, blocks: BlockModel, plan: Plan, texts: Texts, journal: Journal, progress: Progress) -> BlockPieces:
+    """Quantize every planned linear; finished blocks are taken up from the journal."""
+    calibration = texts.calibration
+    root = key(
+        "quantize",
+        model=model_sha256,
+        method=list(recipe.quantize.method),
+        options=recipe.quantize.options.model_dump(),
+        schemes={name: str(scheme) for name, scheme in plan.schemes.items()},
+        calibration=calibration.sha256 if calibration is not None else None,
+    )
+    stages = 0 if plan.quantizer is None else blocks.num_blocks + (blocks.head_name in plan.schemes)
+    pieces = BlockPieces(journal, root, stages)
+    if plan.quantizer is not None:
+        section = recipe.quantize.options
+        options = Options(section.damping, section.act_order, section.scale_search)
+        quantize_blocks(blocks, plan.quantizer, plan.schemes, options, None if calibration is None else calibration.ids, pieces.store(), progress)
+        pieces.drop_hidden()
+    return pieces
+
+
+def write(folder: Path, recipe: Recipe, model: Model, model_sha256: str, plan: Plan, texts: Texts, pieces: BlockPieces, journal: Journal) -> dict[str, Any]:
+    """Write OUT/model unless it is there already, whole and unchanged; returns its hash and size."""
+    name = key("artifact", quantized=pieces.root)
+    found = journal.load(name)
+    if found is not None and folder.is_dir() and sha256_tree(folder) == found[1]["sha256"]:
+        return dict(found[1])
+    owner = pieces.names()
+    write_artifact(folder, model, plan.schemes, lambda n: pieces.linear(owner[n], n), provenance(recipe, model, model_sha256, plan, texts, pieces))
+    described = {"sha256": sha256_tree(folder), "size_bytes": size_of(folder)}
+    journal.save(name, {"done": torch.ones(1)}, described)
+    return described
+
+
+def provenance(recipe: Recipe, model: Model, model_sha256: str, plan: Plan, texts: Texts, pieces: BlockPieces) -> dict[str, Any]:
+    """What qforge.json says: everything that decided the artifact's bytes, without times and paths."""
+    section = recipe.to_dict()
+    return {
+        "qforge_version": __version__,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "model": {"source": Path(model.source).name, "sha256": model_sha256, "dtype": str(model.dtype).removeprefix("torch."), "parameters": plan.parameters},
+        "adapters": [{**asdict(a), "source": Path(a.source).name} for a in model.adapters],
+        "quantize": section["quantize"],
+        "calibration": texts.described and {k: v for k, v in texts.described.items() if k not in ("source", "overlap")},
+        "bits_per_weight": plan.bits_per_weight,
+        "layers": [asdict(layer) for layer in pieces.layers()],
+    }

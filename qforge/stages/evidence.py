@@ -1,0 +1,85 @@
+"""Measuring: the candidate's engine beside the reference's, on the same windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from qforge.engines.base import Scorer, chunks
+from qforge.engines.runtime_engine import RuntimeEngine
+from qforge.engines.transformers_engine import TransformersEngine
+from qforge.errors import UnsupportedError
+from qforge.evaluate import evaluate
+from qforge.models.model import Model
+from qforge.progress import Progress
+from qforge.stages.journal import Journal, key
+from qforge.text.windows import EvaluationWindows
+from qforge.types import Cluster, Evaluation
+
+
+def engine_for(model: Model, name: str) -> Scorer:
+    """The engine that a recipe or flag names; `auto` takes our runtime where it runs the family, else transformers.
+
+    Raises:
+        UnsupportedError: `runtime` was asked for and does not run this model.
+    """
+    reason = RuntimeEngine.supports(model)
+    if name == "transformers" or (name == "auto" and reason is not None):
+        return TransformersEngine(model)
+    if reason is not None:
+        raise UnsupportedError(f"engine runtime: {reason}; use engine: transformers")
+    return RuntimeEngine(model)
+
+
+class _Shown:
+    """A scorer whose windows move a progress bar."""
+
+    def __init__(self, scorer: Scorer, progress: Progress, stage: str) -> None:
+        self.name, self.version = scorer.name, scorer.version
+        self._scorer, self._progress, self._stage = scorer, progress, stage
+
+    def score(self, windows: list[list[int]]) -> Iterator[torch.Tensor]:
+        total = sum(len(chunks(len(w))) for w in windows)
+        return self._progress.track(self._scorer.score(windows), self._stage, total)
+
+
+def measure(candidate: Model, reference: Model | None, windows: EvaluationWindows, engine: str, progress: Progress) -> Evaluation:
+    """Evaluate one model, beside another if there is one; the reference is computed by transformers' code in fp32."""
+    scorer = _Shown(engine_for(candidate, engine), progress, "evaluate")
+    return evaluate(scorer, None if reference is None else TransformersEngine(reference), windows)
+
+
+def measure_artifact(
+    engine: str, base: Model, merged: Model, artifact: Model, key_parts: dict[str, Any], windows: EvaluationWindows, journal: Journal, progress: Progress
+) -> Evaluation:
+    """The artifact against the merged, unquantized model, the base's own perplexity beside them; kept in the journal.
+
+    Args:
+        engine: as the recipe names it.
+        base: the model before adapters were merged.
+        merged: the reference.
+        artifact: opened from disk.
+        key_parts: hashes of merged model and artifact.
+        windows: the text.
+        journal: keeps the result.
+        progress: is told.
+    """
+    name = key("evaluation", engine=engine, text=windows.sha256, protocol=windows.protocol, **key_parts)
+    found = journal.load(name)
+    if found is not None:
+        return evaluation_from(found[1])
+    evaluation = measure(artifact, merged, windows, engine, progress)
+    if merged.adapters:
+        alone = evaluate(_Shown(TransformersEngine(base), progress, "evaluate base"), None, windows)
+        evaluation = replace(evaluation, base=alone.candidate)
+    journal.save(name, {"done": torch.ones(1)}, asdict(evaluation))
+    return evaluation
+
+
+def evaluation_from(value: dict[str, Any]) -> Evaluation:
+    """An evaluation from its JSON form."""
+    intervals = {k: tuple(v) for k, v in value.items() if k.endswith("_ci95") and v is not None}
+    return Evaluation(**{**value, **intervals, "clusters": [Cluster(**c) for c in value["clusters"]]})

@@ -1,0 +1,14 @@
+"""Settings of every test: one thread (tiny models gain nothing from more, and lose much on a busy machine), no network, no progress bars."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+import transformers
+
+torch.set_num_threads(1)
+transformers.utils.logging.disable_progress_bar()

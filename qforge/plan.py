@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -43,6 +43,7 @@ class Plan:
         peak_bytes: estimated peak resident memory of the process, by what it is made of; their sum is the peak.
         seconds: estimated wall time by stage.
         notes: what a user should know beforehand.
+        disk_bytes: what the output folder may come to hold: artifact, exports, journal.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -54,6 +55,7 @@ class Plan:
     peak_bytes: dict[str, int]
     seconds: dict[str, float]
     notes: tuple[str, ...]
+    disk_bytes: int = 0
 
     @property
     def schemes(self) -> dict[str, Scheme]:
@@ -164,8 +166,6 @@ def _sizes(model: Model, layers: Sequence[LayerPlan]) -> tuple[int, int, int]:
 
 
 def _with_estimates(plan: Plan, recipe: Recipe, model: Model, blocks: BlockModel) -> Plan:
-    from dataclasses import replace
-
     calibration = recipe.calibration
     calibrated = plan.quantizer is not None and bool(plan.quantizer.needs)
     tokens = calibration.samples * calibration.sequence_length if calibrated else 0
@@ -185,7 +185,9 @@ def _with_estimates(plan: Plan, recipe: Recipe, model: Model, blocks: BlockModel
     rate = _gemm_rate()
     hessian = sum(w * w for w in widths) * blocks.num_blocks
     seconds = {"quantize": tokens * (2 * weights * blocks.num_blocks + hessian) / rate + 0.35 * blocks.num_blocks * calibrated}
-    return replace(plan, peak_bytes=peak, seconds=seconds)
+    quantized = sum(p.out_features * p.in_features for p in plan.layers if p.scheme is not None)
+    disk = plan.size_bytes * (1 + len(recipe.export)) + 2 * quantized + 2 * tokens * blocks.hidden_size * 4
+    return replace(plan, peak_bytes=peak, seconds=seconds, disk_bytes=disk)
 
 
 def _gemm_rate() -> float:

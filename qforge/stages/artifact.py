@@ -53,7 +53,8 @@ def write(folder: Path, recipe: Recipe, model: Model, model_sha256: str, plan: P
         return dict(found[1])
     owner = pieces.names()
     write_artifact(folder, model, plan.schemes, lambda n: pieces.linear(owner[n], n), provenance(recipe, model, model_sha256, plan, texts, pieces))
-    described = {"sha256": sha256_tree(folder), "size_bytes": size_of(folder)}
+    weights = sum(size_of(p) for p in folder.glob("*.safetensors"))
+    described = {"sha256": sha256_tree(folder), "size_bytes": size_of(folder), "weights_bytes": weights, "model_sha256": model_sha256}
     journal.save(name, {"done": torch.ones(1)}, described)
     return described
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from qforge.engines.base import Scorer, chunks
+from qforge.engines.base import Scorer
 from qforge.engines.runtime_engine import RuntimeEngine
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import UnsupportedError
-from qforge.evaluate import evaluate
+from qforge.evaluate.divergence import evaluate
 from qforge.models.model import Model
 from qforge.progress import Progress
 from qforge.stages.journal import Journal, key
@@ -34,22 +33,9 @@ def engine_for(model: Model, name: str) -> Scorer:
     return RuntimeEngine(model)
 
 
-class _Shown:
-    """A scorer whose windows move a progress bar."""
-
-    def __init__(self, scorer: Scorer, progress: Progress, stage: str) -> None:
-        self.name, self.version = scorer.name, scorer.version
-        self._scorer, self._progress, self._stage = scorer, progress, stage
-
-    def score(self, windows: list[list[int]]) -> Iterator[torch.Tensor]:
-        total = sum(len(chunks(len(w))) for w in windows)
-        return self._progress.track(self._scorer.score(windows), self._stage, total)
-
-
 def measure(candidate: Model, reference: Model | None, windows: EvaluationWindows, engine: str, progress: Progress) -> Evaluation:
     """Evaluate one model, beside another if there is one; the reference is computed by transformers' code in fp32."""
-    scorer = _Shown(engine_for(candidate, engine), progress, "evaluate")
-    return evaluate(scorer, None if reference is None else TransformersEngine(reference), windows)
+    return evaluate(engine_for(candidate, engine), None if reference is None else TransformersEngine(reference), windows, progress=progress)
 
 
 def measure_artifact(
@@ -73,7 +59,7 @@ def measure_artifact(
         return evaluation_from(found[1])
     evaluation = measure(artifact, merged, windows, engine, progress)
     if merged.adapters:
-        alone = evaluate(_Shown(TransformersEngine(base), progress, "evaluate base"), None, windows)
+        alone = evaluate(TransformersEngine(base), None, windows, progress=progress)
         evaluation = replace(evaluation, base=alone.candidate)
     journal.save(name, {"done": torch.ones(1)}, asdict(evaluation))
     return evaluation

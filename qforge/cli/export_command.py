@@ -1,0 +1,23 @@
+"""`qforge export`: write an artifact in another format, and check what was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("export", help="Write ARTIFACT in another format, read it back, and run it where an engine for it is at hand.")
+@click.argument("artifact")
+@click.option("--format", "format_name", required=True, help="gguf, gptq, ...")
+@click.option("--type", "type_name", help="The format's own type, for example q4_0; the scheme decides unless given.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder to write.")
+def command(artifact: str, format_name: str, type_name: str | None, out: Path | None) -> None:
+    """The verb."""
+    from qforge import pipeline
+    from qforge.cli.output import print_export
+    from qforge.cli.progress import TerminalProgress
+
+    with TerminalProgress() as progress:
+        result = pipeline.export(artifact, format_name, type=type_name, out=out, progress=progress)
+    print_export(result)

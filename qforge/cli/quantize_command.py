@@ -1,0 +1,30 @@
+"""`qforge quantize`: run a recipe, print the outcome; exit code 1 when a gate failed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command("quantize", help="Merge, quantize, export, check and report, by recipe. Run it again to resume.")
+@click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), required=True, help="The recipe (YAML).")
+@click.option("--set", "overrides", multiple=True, metavar="KEY.PATH=VALUE", help="Change a field of the recipe; repeatable.")
+@click.option("--out", type=click.Path(path_type=Path), help="Output folder; runs/<recipe name> unless given.")
+@click.option("--fresh", is_flag=True, help="Forget finished work and start over.")
+@click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
+def command(recipe_file: Path, overrides: tuple[str, ...], out: Path | None, fresh: bool, dry_run: bool) -> None:
+    """The verb."""
+    from qforge import pipeline
+    from qforge.cli.output import print_plan, print_results
+    from qforge.cli.progress import TerminalProgress
+
+    if dry_run:
+        print_plan(*pipeline.plan(recipe_file, overrides=overrides))
+        return
+    with TerminalProgress() as progress:
+        recipe = pipeline.load_recipe(recipe_file, overrides)
+        results = pipeline.quantize(recipe, out=out, fresh=fresh, progress=progress)
+    print_results(results, out if out is not None else Path("runs") / recipe.name)
+    sys.exit(0 if results.passed else 1)

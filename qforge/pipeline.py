@@ -1,0 +1,162 @@
+"""The flow, as straight code: recipe -> model -> calibrate -> quantize -> artifact -> export -> run -> evaluate -> gates -> report."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from qforge import report
+from qforge.errors import OutputError
+from qforge.files import lock, readable_errors, write_text
+from qforge.models.adapter import with_adapters
+from qforge.models.blocks import BlockModel
+from qforge.models.model import Model, open_model
+from qforge.plan import Plan, check_exports, make_plan
+from qforge.progress import SILENT, Progress
+from qforge.recipe import Recipe, load_recipe
+from qforge.stages import artifact as artifacts
+from qforge.stages import evidence, exports, outcome
+from qforge.stages.journal import Journal
+from qforge.stages.meter import Meter
+from qforge.stages.texts import gather_texts
+from qforge.text.documents import documents
+from qforge.text.windows import evaluation_windows
+from qforge.types import Evaluation, ExportResult, Results
+
+FINISHED = ("results.json", "report.md", "report.html", "junit.xml")
+
+
+def plan(recipe: Recipe | str | Path, *, overrides: Sequence[str] = ()) -> tuple[Recipe, Plan]:
+    """What `quantize` would do; nothing is written.
+
+    Raises:
+        QforgeError: what `quantize` would refuse before it starts.
+    """
+    recipe = _loaded(recipe, overrides)
+    _, model = _open(recipe)
+    planned = make_plan(recipe, model, BlockModel(model))
+    check_exports(recipe, replace(model, schemes=planned.schemes))
+    gather_texts(recipe, model, planned, None)
+    return recipe, planned
+
+
+def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, overrides: Sequence[str] = (), fresh: bool = False, progress: Progress = SILENT) -> Results:
+    """Run a recipe.
+
+    Args:
+        recipe: a `Recipe`, or the path of its YAML file.
+        out: output folder, `runs/<recipe name>` unless given. Finished work that lies there is taken up.
+        overrides: `key.path=value`, as `--set`.
+        fresh: forget finished work first.
+        progress: told what is going on.
+
+    Returns:
+        What results.json says; `Results.passed` is False when a gate failed.
+
+    Raises:
+        QforgeError: see `qforge.errors` for the kinds.
+    """
+    meter = Meter()
+    recipe = _loaded(recipe, overrides)
+    out = Path(out) if out is not None else Path("runs") / recipe.name
+    torch.set_num_threads(recipe.run.threads or len(os.sched_getaffinity(0)))
+    with meter.stage("open"):
+        base, model = _open(recipe)
+        blocks = BlockModel(model)
+        planned = make_plan(recipe, model, blocks)
+        skipped = check_exports(recipe, replace(model, schemes=planned.schemes))
+        gather_texts(recipe, model, planned, None)
+        model_sha256 = model.fingerprint()
+    with lock(out):
+        _start(out, planned, fresh)
+        journal = Journal(out / "work")
+        with meter.stage("texts"):
+            texts = gather_texts(recipe, model, planned, journal)
+        for note in (*planned.notes, *texts.notes):
+            progress.note(note)
+        with meter.stage("quantize"):
+            pieces = artifacts.quantize(recipe, model, model_sha256, blocks, planned, texts, journal, progress)
+        with meter.stage("write"):
+            written = artifacts.write(out / "model", model, model_sha256, recipe, planned, texts, pieces, journal)
+            artifact = open_model(str(out / "model"))
+        with meter.stage("export"):
+            made = exports.make(recipe, artifact, written["sha256"], skipped, out, journal, progress)
+        evaluation = None
+        if recipe.evaluate is not None and texts.evaluation is not None:
+            with meter.stage("evaluate"):
+                hashes = {"merged": model_sha256, "artifact": written["sha256"]}
+                evaluation = evidence.measure_artifact(recipe.evaluate.engine, base, model, artifact, hashes, texts.evaluation, journal, progress)
+        with meter.stage("verify"):
+            made = exports.verify(made, artifact, written["sha256"], texts.evaluation, out, journal, progress)
+        results = outcome.assemble(recipe, model, planned, texts, written, evaluation, made, pieces, journal, meter)
+        write_text(out / "results.json", results.to_json())
+        report.write(out / "results.json", out, list(recipe.report.formats))
+    return results
+
+
+def evaluate(model: str | Path, *, against: str | Path | None = None, text: str = "builtin", window: int = 2048, engine: str = "auto", progress: Progress = SILENT) -> Evaluation:
+    """Perplexity of a model on a text and, with `against`, its divergence from another model.
+
+    Args:
+        model: anything that `open_model` reads.
+        against: the reference, likewise.
+        text: `builtin`, a `.txt` or `.jsonl` file, or a hub data set.
+        window: tokens in a window; capped at the model's context.
+        engine: `auto`, `runtime` or `transformers`, for `model`; the reference runs on transformers' code in fp32.
+        progress: told what is going on.
+    """
+    candidate = open_model(str(model))
+    reference = None if against is None else open_model(str(against))
+    tokenizer = candidate.tokenizer()
+    read = documents(text, role="evaluation", folder=Path(), tokenizer=tokenizer)
+    windows = evaluation_windows(read, tokenizer, window, context=getattr(candidate.config, "max_position_embeddings", None))
+    for note in windows.notes:
+        progress.note(note)
+    return evidence.measure(candidate, reference, windows, engine, progress)
+
+
+def export(artifact: str | Path, format: str, *, type: str | None = None, out: str | Path | None = None, progress: Progress = SILENT) -> ExportResult:
+    """Write an artifact in another format, read it back, and run it where an engine for it is at hand.
+
+    Args:
+        artifact: a quantized model that qforge reads (or an output folder of a run).
+        format: as in a recipe's `export` list.
+        type: the format's own type; None lets the scheme decide.
+        out: folder to write; `<artifact>/exports/<format>` of a run, else `<format>` beside the artifact.
+        progress: told what is going on.
+    """
+    return exports.export_one(open_model(str(artifact)), Path(artifact), format, type, None if out is None else Path(out), progress)
+
+
+def _loaded(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
+    return recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe), overrides)
+
+
+def _open(recipe: Recipe) -> tuple[Model, Model]:
+    """The base model, and the same with its adapters merged."""
+    section = recipe.model
+    base = open_model(section.source, folder=recipe.folder, revision=section.revision, dtype=section.dtype, trust_remote_code=section.trust_remote_code)
+    if not recipe.adapters:
+        return base, base
+    return base, with_adapters(base, [(a.source, a.weight) for a in recipe.adapters], folder=recipe.folder)
+
+
+def _start(out: Path, planned: Plan, fresh: bool) -> None:
+    """Make room: what looks finished goes first, then, if asked, all that is finished."""
+    with readable_errors(out):
+        for name in FINISHED:
+            (out / name).unlink(missing_ok=True)
+        if fresh:
+            for name in ("work", "model", "exports"):
+                shutil.rmtree(out / name, ignore_errors=True)
+        (out / "work").mkdir(exist_ok=True)
+        free = shutil.disk_usage(out).free
+    present = sum(p.stat().st_size for p in out.rglob("*") if p.is_file())
+    needed = planned.disk_bytes - present
+    if needed > free:
+        raise OutputError(f"{out}: this run needs about {needed / 1e9:.2f} GB more on disk, and {free / 1e9:.2f} GB are free; free some space or choose another --out")

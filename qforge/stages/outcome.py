@@ -1,0 +1,94 @@
+"""What a run found, put together: gates, memory, environment, and the `Results` that everything else reads."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from qforge import __version__
+from qforge.evaluate import gates
+from qforge.models.model import Model
+from qforge.plan import Plan
+from qforge.recipe import Recipe
+from qforge.stages.journal import Journal
+from qforge.stages.meter import Meter
+from qforge.stages.pieces import BlockPieces
+from qforge.stages.texts import Texts
+from qforge.types import Evaluation, ExportResult, LayerResult, Results
+
+
+def assemble(
+    recipe: Recipe, model: Model, plan: Plan, texts: Texts, artifact: dict[str, Any], evaluation: Evaluation | None, exports: Sequence[ExportResult], pieces: BlockPieces, journal: Journal, meter: Meter
+) -> Results:  # fmt: skip
+    """The results of a finished run; gates are judged here."""
+    size_ratio = artifact["weights_bytes"] / (2 * plan.parameters)
+    figures = gates.figures(evaluation, size_ratio=size_ratio, bits_per_weight=plan.bits_per_weight)
+    return Results(
+        qforge_version=__version__,
+        recipe=recipe.to_dict(),
+        recipe_sha256=recipe.sha256,
+        model={
+            "source": model.source,
+            "parameters": plan.parameters,
+            "sha256": artifact["model_sha256"],
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "family": model.config.model_type,
+        },
+        artifact={
+            "path": "model",
+            "sha256": artifact["sha256"],
+            "size_bytes": artifact["size_bytes"],
+            "weights_bytes": artifact["weights_bytes"],
+            "bits_per_weight": plan.bits_per_weight,
+            "bits_per_parameter": 8 * artifact["weights_bytes"] / plan.parameters,
+            "size_ratio": size_ratio,
+            "original_bytes_at_16_bits": 2 * plan.parameters,
+        },
+        calibration=texts.described,
+        evaluation=evaluation,
+        exports=list(exports),
+        gates=gates.check(figures, {name: (g.limit, g.on) for name, g in recipe.gates.items()}),
+        layers=_layers(plan, pieces),
+        adapters=[asdict(a) for a in model.adapters],
+        work={"computed": journal.computed, "resumed": journal.resumed},
+        timings=meter.seconds,
+        peak_rss_bytes=meter.peak(),
+        memory={f"peak during {name}" if name != "start" else "at start": size for name, size in meter.peaks.items()},
+        environment=environment(),
+        warnings=[*plan.notes, *texts.notes, *(f"{layer.name}: {layer.note}" for layer in pieces.layers() if layer.note)],
+    )
+
+
+def _layers(plan: Plan, pieces: BlockPieces) -> list[LayerResult]:
+    done = {layer.name: layer for layer in pieces.layers()}
+    return [done.get(p.name) or LayerResult(p.name, None, note=p.reason) for p in plan.layers]
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, as results.json and `doctor` state them."""
+    cpu = next((line.partition(":")[2].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")), platform.processor())
+    return {
+        "qforge": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "platform": platform.platform(),
+        "cpu": cpu,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -25,8 +25,17 @@ from qforge.types import Evaluation, ExportResult, LayerResult, Results
 
 
 def assemble(
-    recipe: Recipe, model: Model, plan: Plan, texts: Texts, artifact: dict[str, Any], evaluation: Evaluation | None, exports: Sequence[ExportResult], pieces: BlockPieces, journal: Journal, meter: Meter
-) -> Results:  # fmt: skip
+    recipe: Recipe,
+    model: Model,
+    plan: Plan,
+    texts: Texts,
+    artifact: dict[str, Any],
+    evaluation: Evaluation | None,
+    exports: Sequence[ExportResult],
+    pieces: BlockPieces,
+    journal: Journal,
+    meter: Meter,
+) -> Results:
     """The results of a finished run; gates are judged here."""
     size_ratio = artifact["weights_bytes"] / (2 * plan.parameters)
     figures = gates.figures(evaluation, size_ratio=size_ratio, bits_per_weight=plan.bits_per_weight)

@@ -1,0 +1,78 @@
+"""Pieces come back as they were, damaged ones count as absent, keys cover what decides the content."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from qforge.calibration.sequential import Piece
+from qforge.methods import Options, find
+from qforge.scheme import parse
+from qforge.stages.journal import Journal, key
+from qforge.stages.pieces import BlockPieces
+from qforge.types import LayerResult
+
+
+def test_pieces_round_trip_and_are_counted_once(tmp_path: Path) -> None:
+    first, tensors = Journal(tmp_path), {"a": torch.arange(6).view(2, 3).T, "b": torch.tensor(1.5, dtype=torch.bfloat16)}
+    first.save("x", tensors, {"n": [1, 2.5, None]})
+    again = Journal(tmp_path)
+    for _ in range(2):
+        found = again.load("x")
+        assert found is not None
+        assert all(torch.equal(found[0][n], t) for n, t in tensors.items())
+        assert found[1] == {"n": [1, 2.5, None]}
+    assert (first.computed, first.resumed, again.computed, again.resumed) == (1, 0, 0, 1)
+
+
+def test_a_damaged_piece_counts_as_absent(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.save("x", {"a": torch.ones(100)}, None)
+    path = next(tmp_path.glob("*.safetensors"))
+    for content in (path.read_bytes()[:-50], b"", b"garbage" * 100):
+        path.write_bytes(content)
+        assert journal.load("x") is None
+        assert not path.exists()
+    assert journal.resumed == 0
+
+
+def test_keys_differ_in_every_part_and_in_threads() -> None:
+    base = key("stage", a=1, b={"x": [1, 2]})
+    assert base == key("stage", b={"x": [1, 2]}, a=1)
+    others = [key("other", a=1, b={"x": [1, 2]}), key("stage", a=2, b={"x": [1, 2]}), key("stage", a=1, b={"x": [2, 1]})]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    others.append(key("stage", a=1, b={"x": [1, 2]}))
+    torch.set_num_threads(threads)
+    assert len({base, *others}) == 5
+
+
+def test_quantized_blocks_round_trip(tmp_path: Path) -> None:
+    rtn = find("rtn")
+    assert rtn is not None
+    pieces = {}
+    for i, text in enumerate(("int4-g16-sym", "int4-g16-asym", "int8-channel-sym")):
+        q, _ = rtn.quantize(torch.randn(4, 32), parse(text), None, Options())
+        pieces[i] = Piece({f"layer.{i}": q}, [LayerResult(f"layer.{i}", text, 0.1, None, 4.5, "note")])
+    store = BlockPieces(Journal(tmp_path), "root", 3).store()
+    for i, piece in pieces.items():
+        store.save(i, piece)
+    again = BlockPieces(Journal(tmp_path), "root", 3)
+    assert again.names() == {f"layer.{i}": i for i in range(3)}
+    assert all(again.linear(i, f"layer.{i}").equals(p.linears[f"layer.{i}"]) for i, p in pieces.items())
+    assert again.layers() == [p.layers[0] for p in pieces.values()]
+    assert BlockPieces(Journal(tmp_path), "another root", 3).store().load(0) is None
+
+
+def test_only_the_newest_hidden_states_are_kept(tmp_path: Path) -> None:
+    pieces = BlockPieces(Journal(tmp_path), "root", 3)
+    store = pieces.store()
+    store.save_hidden(0, [torch.ones(2, 3), torch.zeros(1, 3)])
+    store.save_hidden(1, [torch.full((2, 3), 2.0)])
+    assert store.load_hidden(0) is None
+    found = store.load_hidden(1)
+    assert found is not None
+    assert torch.equal(found[0], torch.full((2, 3), 2.0))
+    pieces.drop_hidden()
+    assert not list(tmp_path.iterdir())

@@ -231,7 +231,7 @@ class Recipe(_Section):
     model: ModelSection = Field(description="The base model.")
     adapters: Annotated[tuple[AdapterSection, ...], Listed] = Field((), description="LoRA adapters, merged in order.")
     calibration: CalibrationSection = Field(CalibrationSection(), description="Text that calibrated methods see.")
-    quantize: QuantizeSection = Field(description="Method and scheme.")
+    quantize: QuantizeSection = Field(description="How the weights are quantized.")
     export: Annotated[tuple[ExportSection, ...], Listed] = Field((), description="Further formats of the same model; model/ is always written.")
     evaluate: EvaluateSection | None = Field(EvaluateSection(), description="Comparison with the original; null skips it.")
     gates: dict[Literal[FIGURES], Annotated[GateSection, BeforeValidator(_gate)]] = Field({}, description=_GATE_SCHEMA_DOC)  # type: ignore[valid-type]

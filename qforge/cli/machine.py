@@ -1,0 +1,149 @@
+"""What this machine has that matters to qforge: processor, memory, disk, GPU, packages, the native module. Looks, changes nothing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qforge import __version__
+
+_FEATURES = ("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve")
+_REINSTALL = "install qforge again: pip install qforge"
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package that qforge uses; `version` is None where it is not installed."""
+
+    name: str
+    version: str | None
+    required: bool
+    purpose: str
+    get: str
+
+
+_OPTIONAL = (
+    ("xllamacpp", "runs every GGUF export in llama.cpp as its check", "pip install 'qforge[llamacpp]'"),
+    ("datasets", "hub data sets as calibration or evaluation text", "pip install datasets"),
+    ("peft", "a second opinion on LoRA merges (tests)", "pip install 'qforge[dev]'"),
+)
+_REQUIRED = (
+    ("torch", "numerics, calibration, methods"),
+    ("numpy", "bytes and sums"),
+    ("transformers", "model configurations and modelling code"),
+    ("tokenizers", "text to tokens"),
+    ("safetensors", "weights"),
+    ("compressed-tensors", "the artifact's layout"),
+    ("gguf", "GGUF files"),
+    ("pydantic", "recipes"),
+    ("pyyaml", "recipes"),
+    ("click", "command line"),
+    ("rich", "bars and tables"),
+    ("jinja2", "reports"),
+)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Everything that `qforge doctor --json` says; `problems` are sentences with a way out."""
+    packages = find_packages()
+    native = _native()
+    facts: dict[str, Any] = {
+        "qforge_version": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": {"model": _cpu_model(), "architecture": platform.machine(), "cores": _cores(), "features": cpu_features()},
+        "memory": _memory(),
+        "disk": {"folder": ".", "free_bytes": shutil.disk_usage(".").free, "total_bytes": shutil.disk_usage(".").total},
+        "gpus": _gpus(),
+        "native": native,
+        "packages": [{"name": p.name, "version": p.version, "required": p.required, "purpose": p.purpose, "get": p.get} for p in packages],
+    }
+    return {**facts, "problems": _problems(packages, native), "ready": all(p.version for p in packages if p.required)}
+
+
+def find_packages() -> list[Package]:
+    """Required packages, then optional ones, each with its installed version."""
+    required = [Package(name, _version(name), True, purpose, _REINSTALL) for name, purpose in _REQUIRED]
+    return required + [Package(name, _version(name), False, purpose, get) for name, purpose, get in _OPTIONAL]
+
+
+def cpu_features() -> list[str]:
+    """Instruction set extensions that kernels care about, as the kernel of the operating system names them."""
+    words = set(_proc_field("/proc/cpuinfo", "flags").split()) | set(_proc_field("/proc/cpuinfo", "Features").split())
+    return [f for f in _FEATURES if f in words]
+
+
+def _problems(packages: list[Package], native: dict[str, Any]) -> list[str]:
+    problems = [f"{p.name} is not installed ({p.purpose}); {p.get}" for p in packages if p.version is None and p.required]
+    if not native["present"]:
+        problems.append(
+            "the native module is missing: linears run on the plain PyTorch reference, slowly; install a C++20 compiler (g++ 11 or clang 14, or newer) and install qforge again"
+        )
+    return problems
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _native() -> dict[str, Any]:
+    try:
+        module = importlib.import_module("qforge.ops._native")
+    except ImportError:
+        return {"present": False, "instruction_sets": []}
+    return {"present": True, "instruction_sets": list(module.instruction_sets())}
+
+
+def _gpus() -> list[dict[str, Any]]:
+    """NVIDIA GPUs that torch can use: name, memory in bytes, compute capability."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [{"name": p.name, "memory_bytes": p.total_memory, "compute_capability": f"{p.major}.{p.minor}"} for p in found]
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_model() -> str:
+    return _proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+
+
+def _memory() -> dict[str, int | None]:
+    """Bytes: of the machine, free for new work, and the limit of the container (None without one)."""
+    total, available = (_proc_field("/proc/meminfo", field).split() for field in ("MemTotal", "MemAvailable"))
+    limits = [_number(Path(p)) for p in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")]
+    limit = min((n for n in limits if n is not None and n < 1 << 60), default=None)
+    return {"total_bytes": int(total[0]) * 1024 if total else None, "available_bytes": int(available[0]) * 1024 if available else None, "limit_bytes": limit}
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _proc_field(path: str, field: str) -> str:
+    """The first value of a field of a /proc file; empty where there is none."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == field), "")

@@ -1,0 +1,54 @@
+"""`qforge doctor`: names what is here and what is not, with how to get it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+
+import pytest
+from click.testing import CliRunner
+
+from qforge.cli import machine
+from qforge.cli.doctor_command import report
+from qforge.cli.main import cli
+from qforge.errors import MissingCapabilityError
+
+
+def test_json_says_everything() -> None:
+    result = CliRunner().invoke(cli, ["doctor", "--json"], catch_exceptions=False)
+    said = json.loads(result.stdout)
+    assert said["ready"] is True
+    assert said["cpu"]["cores"] == len(os.sched_getaffinity(0))
+    assert 0 < said["memory"]["available_bytes"] <= said["memory"]["total_bytes"]
+    assert said["disk"]["free_bytes"] > 0
+    versions = {p["name"]: p["version"] for p in said["packages"]}
+    assert versions["torch"] == importlib.metadata.version("torch")
+    assert all(p["get"] and p["purpose"] for p in said["packages"])
+    assert said["native"]["present"] == bool(said["native"]["instruction_sets"])
+
+
+def test_the_required_packages_are_those_that_the_package_declares() -> None:
+    declared = {r.split(">")[0].split("<")[0].strip().lower() for r in importlib.metadata.requires("qforge") or [] if "extra ==" not in r}
+    assert {p.name for p in machine.find_packages() if p.required} == declared
+
+
+def test_what_is_missing_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_version", lambda name: None if name in ("gguf", "xllamacpp") else "1")
+    monkeypatch.setattr(machine, "_native", lambda: {"present": False, "instruction_sets": []})
+    said = machine.describe_machine()
+    assert said["ready"] is False
+    assert [p.split(" (")[0] for p in said["problems"][:1]] == ["gguf is not installed"]
+    assert "C++20 compiler" in said["problems"][1]
+    page = report(said)
+    assert "native module  missing" in page
+    assert "pip install 'qforge[llamacpp]'" in page
+    assert page.count("problem: ") == 2
+    with pytest.raises(MissingCapabilityError, match="gguf is not installed"):
+        CliRunner().invoke(cli, ["doctor"], catch_exceptions=False)
+
+
+def test_the_page_names_processor_memory_and_packages() -> None:
+    page = report(machine.describe_machine())
+    for word in ("processor", "memory", "disk", "GPU", "native module", "torch", "xllamacpp"):
+        assert word in page

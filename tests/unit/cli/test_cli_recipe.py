@@ -1,0 +1,67 @@
+"""`qforge recipe`: what it prints, what it writes, how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from qforge.cli.main import cli, main
+from qforge.errors import OutputError
+from qforge.recipe import Recipe, json_schema, load_recipe
+
+GOOD = "version: 1\nmodel: {source: demo}\nquantize: {method: gptq, scheme: int4-g64-sym}\n"
+
+
+def run(*args: str) -> str:
+    result = CliRunner().invoke(cli, ["recipe", *args], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_init_writes_a_recipe_that_validates_and_overwrites_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "first.yaml"
+    assert str(path) in run("init", "--out", str(path))
+    assert run("validate", str(path)) == f"{path} is valid: demo, gptq int4-g64-sym\n"
+    with pytest.raises(OutputError, match="exists already"):
+        CliRunner().invoke(cli, ["recipe", "init", "--out", str(path)], catch_exceptions=False)
+
+
+def test_init_prints_with_a_dash(tmp_path: Path) -> None:
+    path = tmp_path / "printed.yaml"
+    path.write_text(run("init", "--out", "-"))
+    assert load_recipe(path).model.source == "demo"
+
+
+def test_validate_as_json_is_the_whole_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(GOOD)
+    said = json.loads(run("validate", str(path), "--json", "--set", "calibration.samples=3"))
+    assert said["name"] == "r"
+    assert said["recipe"]["calibration"]["samples"] == 3
+    assert said["sha256"] == load_recipe(path, ["calibration.samples=3"]).sha256
+    assert Recipe.model_validate(said["recipe"]).to_dict() == said["recipe"]
+
+
+def test_a_wrong_recipe_ends_with_code_2_and_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(GOOD + "colour: red\n")
+    with pytest.raises(SystemExit) as stopped:
+        main(["recipe", "validate", str(path)])
+    assert stopped.value.code == 2
+    assert f"error: {path}:4: unknown key 'colour'" in capsys.readouterr().err
+
+
+def test_schema_describes_every_field_and_forbids_others() -> None:
+    schema = json.loads(run("schema"))
+    assert schema == json_schema()
+    assert schema["title"] == "qforge recipe"
+    assert sorted(schema["required"]) == ["model", "quantize", "version"]
+    for section in [schema, *schema["$defs"].values()]:
+        assert section["additionalProperties"] is False
+        assert section["description"]
+        for name, field in section["properties"].items():
+            assert field.get("description"), f"{section['title']}.{name} has no description"
+    assert "int4-g64-sym" in json.dumps(schema["$defs"]["QuantizeSection"]["properties"]["scheme"])

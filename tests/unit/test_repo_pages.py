@@ -1,0 +1,86 @@
+"""Generated pages are current, README's recipe and flags are true, and nothing in the repository names a machine."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import qforge
+from qforge.cli.main import VERBS
+from qforge.recipe import Recipe, load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def test_cli_page_is_current() -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "docs" / "generate.py"), "--check"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_readme_recipe_is_valid() -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        assert Recipe.model_validate(yaml.safe_load(block)).quantize.scheme is not None
+
+
+def test_readme_shows_a_command_within_its_first_screen() -> None:
+    assert "make demo" in "\n".join((ROOT / "README.md").read_text().splitlines()[:35])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere_and_verbs_exist(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (page.parent / target).exists(), target
+    for verb in re.findall(r"(?:^|`|bin/)qforge ([a-z]+)", text, re.MULTILINE):
+        assert verb in VERBS, verb
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+def test_shipped_recipes_are_valid_and_their_files_exist(recipe: Path) -> None:
+    loaded = load_recipe(recipe)
+    for adapter in loaded.adapters:
+        assert (loaded.folder / adapter.source / "adapter_config.json").exists()
+
+
+def test_the_version_is_one() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert declared == qforge.__version__
+    assert f"## {declared}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_dependency_has_its_reason() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs" / "dependencies.md").read_text()
+    for requirement in [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]:
+        name = re.split(r"[<>=\[ ]", requirement)[0]
+        assert re.search(rf"\b{re.escape(name)}\b", page), name
+    for requirement in project["dependencies"]:
+        assert "<" in requirement, f"{requirement} has no upper bound"
+
+
+def test_torch_is_pinned_inside_its_declared_range() -> None:
+    pinned = re.search(r"torch==(\d+)\.(\d+)", (ROOT / "Makefile").read_text())
+    assert pinned
+    assert f"torch>={pinned[1]}.{pinned[2]}" in (ROOT / "pyproject.toml").read_text()
+
+
+def test_no_file_names_a_machine() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, timeout=60)
+    sources = [str(p.relative_to(ROOT)) for p in (ROOT / "qforge").rglob("*.py")]  # a source archive has no git
+    names = sources if listed.returncode else [n for n in listed.stdout.decode().split("\0") if n]
+    pattern = re.compile(r"/(?:work|root|home/\w+)/")
+    for name in names:
+        path = ROOT / name
+        if path.suffix in (".py", ".md", ".toml", ".yaml", ".yml", ".cpp", ".h", ".txt", "") and path.is_file():
+            found = pattern.search(path.read_text(errors="replace"))
+            assert found is None, f"{name} names a path of some machine: {found[0] if found else ''}"

@@ -6,6 +6,9 @@
 #include "qforge/context.h"
 
 namespace nb = nanobind;
+using qforge::Activation;
+using qforge::Attention;
+using qforge::Cache;
 using qforge::Context;
 using qforge::Format;
 using qforge::Weight;
@@ -34,7 +37,16 @@ NB_MODULE(_native, m) {
                 new (self) Weight{format, columns, blocks, block_k, pointer<const uint8_t>(codes), pointer<const float>(scales), pointer<const uint8_t>(zeros), pointer<const float>(bias)};
             },
             nb::arg("format"), nb::arg("columns"), nb::arg("blocks"), nb::arg("block_k"), nb::arg("codes"), nb::arg("scales"), nb::arg("zeros"), nb::arg("bias"));
-    nb::class_<Context>(m, "Context")
+    nb::enum_<Activation>(m, "Activation").value("SILU", Activation::SILU).value("GELU_TANH", Activation::GELU_TANH);
+    nb::class_<Cache>(m, "Cache")
+        .def(
+            "__init__",
+            [](Cache *self, uintptr_t keys, uintptr_t values, int64_t kv_heads, int64_t head_dim, int64_t value_dim, int64_t block_size) {
+                new (self) Cache{pointer<float>(keys), pointer<float>(values), kv_heads, head_dim, value_dim, block_size};
+            },
+            nb::arg("keys"), nb::arg("values"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("block_size"));
+    nb::class_<Context> context(m, "Context");
+    context
         .def(nb::init<int, const std::string &>(), nb::arg("threads"), nb::arg("isa"))
         .def_prop_ro("threads", &Context::threads)
         .def_prop_ro("isa", &Context::isa)
@@ -44,5 +56,30 @@ NB_MODULE(_native, m) {
                 self.linear(weight, pointer<const float>(x), rows, x_stride, pointer<float>(y), y_stride);
             },
             nb::arg("weight"), nb::arg("x"), nb::arg("rows"), nb::arg("x_stride"), nb::arg("y"), nb::arg("y_stride"), nb::call_guard<nb::gil_scoped_release>());
+    context.def(
+        "norm",
+        [](Context &self, uintptr_t x, uintptr_t weight, uintptr_t y, int64_t rows, int64_t width, float eps) {
+            self.norm({pointer<const float>(x), pointer<const float>(weight), pointer<float>(y), width, eps}, rows);
+        },
+        nb::arg("x"), nb::arg("weight"), nb::arg("y"), nb::arg("rows"), nb::arg("width"), nb::arg("eps"), nb::call_guard<nb::gil_scoped_release>());
+    context.def(
+        "gate",
+        [](Context &self, uintptr_t x, uintptr_t y, int64_t rows, int64_t width, Activation activation) {
+            self.gate({pointer<const float>(x), pointer<float>(y), width, activation}, rows);
+        },
+        nb::arg("x"), nb::arg("y"), nb::arg("rows"), nb::arg("width"), nb::arg("activation"), nb::call_guard<nb::gil_scoped_release>());
+    context.def(
+        "attention",
+        [](Context &self, const Cache &cache, uintptr_t qkv, uintptr_t out, int64_t heads, int64_t window, float scale, uintptr_t q_norm, uintptr_t k_norm, float norm_eps,
+           uintptr_t cosines, uintptr_t sines, uintptr_t positions, uintptr_t slots, uintptr_t block_tables, int64_t table_stride, int64_t tokens, uintptr_t query_starts,
+           int64_t sequences) {
+            const Attention a{cache, pointer<float>(qkv), pointer<float>(out), heads, window, scale, pointer<const float>(q_norm), pointer<const float>(k_norm), norm_eps,
+                              pointer<const float>(cosines), pointer<const float>(sines), pointer<const int64_t>(positions), pointer<const int64_t>(slots),
+                              pointer<const int32_t>(block_tables), table_stride};
+            self.attention(a, tokens, pointer<const int32_t>(query_starts), sequences);
+        },
+        nb::arg("cache"), nb::arg("qkv"), nb::arg("out"), nb::arg("heads"), nb::arg("window"), nb::arg("scale"), nb::arg("q_norm"), nb::arg("k_norm"), nb::arg("norm_eps"),
+        nb::arg("cosines"), nb::arg("sines"), nb::arg("positions"), nb::arg("slots"), nb::arg("block_tables"), nb::arg("table_stride"), nb::arg("tokens"),
+        nb::arg("query_starts"), nb::arg("sequences"), nb::call_guard<nb::gil_scoped_release>());
     m.def("instruction_sets", &Context::instruction_sets, "The instruction sets that this CPU runs, fastest first.");
 }

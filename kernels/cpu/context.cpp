@@ -19,11 +19,14 @@ std::vector<std::string> Context::instruction_sets() {
     return found;
 }
 
-Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa), piece_(linear_portable), scratch_(threads), scratch_floats_(threads, 0) {
+Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa), piece_(linear_portable), layers_(&layers_portable), scratch_(threads), scratch_floats_(threads, 0) {
     const auto sets = instruction_sets();
     if (std::find(sets.begin(), sets.end(), isa) == sets.end()) throw std::invalid_argument("this CPU does not run the instruction set " + isa);
 #ifdef QFORGE_HAVE_AVX2
-    if (isa == "avx2") piece_ = linear_avx2;
+    if (isa == "avx2") {
+        piece_ = linear_avx2;
+        layers_ = &layers_avx2;
+    }
 #endif
 }
 
@@ -62,6 +65,58 @@ void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t
             p.tile = task % j.tile_tasks * j.tile_step;
             p.tile_end = std::min(p.tile + j.tile_step, j.whole.tile_end);
             j.run(p, (*j.scratch)[thread].get());
+        },
+        &job);
+}
+
+// Calls run(first, end) for pieces of [0, rows), at least `least` rows each: a piece must be worth the hand-over to another thread.
+template <typename F>
+void Context::split_rows(int64_t rows, int64_t least, const F &run) {
+    struct Job {
+        const F *run;
+        int64_t rows, step;
+    };
+    const int64_t step = std::max(least, (rows + threads() * 4 - 1) / (threads() * 4));
+    Job job{&run, rows, step};
+    pool_.run(
+        static_cast<int>((rows + step - 1) / step),
+        [](void *context, int task, int) {
+            const auto &j = *static_cast<Job *>(context);
+            (*j.run)(task * j.step, std::min(j.rows, (task + 1) * j.step));
+        },
+        &job);
+}
+
+void Context::norm(const NormRows &n, int64_t rows) {
+    split_rows(rows, 1 + 16384 / n.width, [&](int64_t first, int64_t end) { layers_->norm(n, first, end); });
+}
+
+void Context::gate(const GateRows &g, int64_t rows) {
+    split_rows(rows, 1 + 8192 / g.width, [&](int64_t first, int64_t end) { layers_->gate(g, first, end); });
+}
+
+void Context::attention(const Attention &a, int64_t tokens, const int32_t *query_starts, int64_t sequences) {
+    split_rows(tokens, 1 + 8192 / a.row_stride(), [&](int64_t first, int64_t end) { layers_->rotate_and_store(a, first, end); });
+    const int64_t group = a.heads / a.cache.kv_heads, step = std::max<int64_t>(1, 4 * kQueryRows / group);
+    std::vector<AttentionPiece> pieces;
+    int64_t longest = 0;
+    for (int64_t s = 0; s < sequences; ++s) {
+        longest = std::max(longest, a.positions[query_starts[s + 1] - 1] + 1);
+        for (int64_t h = 0; h < a.cache.kv_heads; ++h)
+            for (int64_t q = query_starts[s]; q < query_starts[s + 1]; q += step) pieces.push_back({q, std::min<int64_t>(q + step, query_starts[s + 1]), s, h});
+    }
+    for (int t = 0; t < threads(); ++t) scratch(t, attention_scratch_floats(a, longest));
+    struct Job {
+        const Attention *attention;
+        const LayerFunctions *layers;
+        const std::vector<AttentionPiece> *pieces;
+        std::vector<Scratch> *scratch;
+    } job{&a, layers_, &pieces, &scratch_};
+    pool_.run(
+        static_cast<int>(pieces.size()),
+        [](void *context, int task, int thread) {
+            const auto &j = *static_cast<Job *>(context);
+            j.layers->attend(*j.attention, (*j.pieces)[task], (*j.scratch)[thread].get());
         },
         &job);
 }

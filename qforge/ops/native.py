@@ -78,7 +78,8 @@ def _packed(tiles: Tiles, bias: torch.Tensor | None, scheme: Scheme | None = Non
 
 def _product(runner: Any, x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """`x [T, I]` fp32 -> `[T, O]` fp32."""
-    assert x.dtype == torch.float32 and x.dim() == 2 and x.shape[1] == packed.tiles.in_features, (x.dtype, x.shape, packed.tiles.in_features)
+    assert x.dtype == torch.float32, x.dtype
+    assert x.shape[1:] == (packed.tiles.in_features,), (x.shape, packed.tiles.in_features)
     if packed.tiles.gather is not None:
         x = torch.nn.functional.pad(x, (0, 1)).index_select(1, packed.tiles.gather)
     elif x.stride(1) != 1 or (x.shape[0] > 1 and x.stride(0) < x.shape[1]):

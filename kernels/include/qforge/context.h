@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "qforge/layers.h"
 #include "qforge/linear.h"
 #include "qforge/pool.h"
 
@@ -21,6 +22,10 @@ class Context {
 
     // y [rows][columns] = x [rows][weight.inputs()] W^T + bias; x_stride and y_stride in floats
     void linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride);
+    void norm(const NormRows &norm, int64_t rows);
+    void gate(const GateRows &gate, int64_t rows);
+    // Rotates, writes the cache, and attends for the T tokens of a step; query_starts [sequences + 1]
+    void attention(const Attention &attention, int64_t tokens, const int32_t *query_starts, int64_t sequences);
     int threads() const { return pool_.threads(); }
     const std::string &isa() const { return isa_; }
 
@@ -28,10 +33,13 @@ class Context {
 
   private:
     float *scratch(int thread, int64_t floats);
+    template <typename F>
+    void split_rows(int64_t rows, int64_t least, const F &run);
 
     Pool pool_;
     std::string isa_;
     LinearPiece piece_;
+    const LayerFunctions *layers_;
     std::vector<Scratch> scratch_;
     std::vector<int64_t> scratch_floats_;
 };

@@ -1,0 +1,219 @@
+// The functions of layers.h, written once over `Lanes` (8 floats), which the including file defines for its instruction set.
+// Lanes: load, store, set, fma(a, b, c) = a b + c, add, mul, div, max, exp_scale(p, n) = p 2^n for integral n, round, keep_above(x, limit, y) = x > limit ? y : 0.
+
+inline float sum_in_order(const Lanes &a, const Lanes &b) {
+    float v[8];
+    Lanes::add(a, b).store(v);
+    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+}
+
+// e^x to about 1 ulp, exactly 0 below -87; the polynomial is Cephes' expf (S. Moshier)
+inline Lanes exponential(Lanes x) {
+    const Lanes clamped = Lanes::max(Lanes::min(x, Lanes::set(88.0f)), Lanes::set(-87.0f));
+    const Lanes n = Lanes::round(Lanes::mul(clamped, Lanes::set(1.44269504088896341f)));
+    Lanes r = Lanes::fma(n, Lanes::set(-0.693359375f), clamped);
+    r = Lanes::fma(n, Lanes::set(2.12194440e-4f), r);
+    Lanes p = Lanes::set(1.9875691500e-4f);
+    p = Lanes::fma(p, r, Lanes::set(1.3981999507e-3f));
+    p = Lanes::fma(p, r, Lanes::set(8.3334519073e-3f));
+    p = Lanes::fma(p, r, Lanes::set(4.1665795894e-2f));
+    p = Lanes::fma(p, r, Lanes::set(1.6666665459e-1f));
+    p = Lanes::fma(p, r, Lanes::set(5.0000001201e-1f));
+    p = Lanes::add(Lanes::fma(p, Lanes::mul(r, r), r), Lanes::set(1.0f));
+    return Lanes::keep_above(x, Lanes::set(-87.0f), Lanes::exp_scale(p, n));
+}
+
+void norm_row(const float *x, const float *weight, float *y, int64_t width, float eps) {
+    Lanes a = Lanes::set(0.0f), b = a;
+    int64_t i = 0;
+    for (; i + 16 <= width; i += 16) {
+        const Lanes u = Lanes::load(x + i), v = Lanes::load(x + i + 8);
+        a = Lanes::fma(u, u, a);
+        b = Lanes::fma(v, v, b);
+    }
+    float rest = 0.0f;
+    for (int64_t j = i; j < width; ++j) rest = __builtin_fmaf(x[j], x[j], rest);
+    const float inverse = 1.0f / __builtin_sqrtf((sum_in_order(a, b) + rest) / static_cast<float>(width) + eps);
+    for (int64_t j = 0; j < width; ++j) y[j] = weight[j] * (x[j] * inverse);
+}
+
+void norm(const NormRows &n, int64_t row, int64_t row_end) {
+    for (; row < row_end; ++row) norm_row(n.x + row * n.width, n.weight, n.y + row * n.width, n.width, n.eps);
+}
+
+inline Lanes activate(Activation kind, Lanes x) {
+    const Lanes one = Lanes::set(1.0f);
+    if (kind == Activation::SILU) return Lanes::div(x, Lanes::add(one, exponential(Lanes::mul(x, Lanes::set(-1.0f)))));
+    // x/2 (1 + tanh(u)) = x / (1 + e^(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3)
+    const Lanes cube = Lanes::mul(Lanes::mul(x, x), x);
+    const Lanes u = Lanes::mul(Lanes::set(0.7978845608028654f), Lanes::fma(Lanes::set(0.044715f), cube, x));
+    return Lanes::div(x, Lanes::add(one, exponential(Lanes::mul(u, Lanes::set(-2.0f)))));
+}
+
+void gate(const GateRows &g, int64_t row, int64_t row_end) {
+    for (; row < row_end; ++row) {
+        const float *x = g.x + row * 2 * g.width, *up = x + g.width;
+        float *y = g.y + row * g.width;
+        int64_t i = 0;
+        for (; i + 8 <= g.width; i += 8) Lanes::mul(activate(g.activation, Lanes::load(x + i)), Lanes::load(up + i)).store(y + i);
+        if (i < g.width) {
+            float last[8] = {}, result[8];
+            for (int64_t j = i; j < g.width; ++j) last[j - i] = x[j];
+            activate(g.activation, Lanes::load(last)).store(result);
+            for (int64_t j = i; j < g.width; ++j) y[j] = result[j - i] * up[j];
+        }
+    }
+}
+
+void rotate(float *x, const float *cosine, const float *sine, int64_t half) {
+    for (int64_t i = 0; i < half; ++i) {
+        const float a = x[i], b = x[i + half];
+        x[i] = a * cosine[i] - b * sine[i];
+        x[i + half] = b * cosine[i] + a * sine[i];
+    }
+}
+
+void rotate_and_store(const Attention &a, int64_t token, int64_t token_end) {
+    const Cache &c = a.cache;
+    const int64_t d = c.head_dim, half = d / 2;
+    for (; token < token_end; ++token) {
+        float *row = a.qkv + token * a.row_stride();
+        const float *cosine = a.cosines + a.positions[token] * half, *sine = a.sines + a.positions[token] * half;
+        for (int64_t h = 0; h < a.heads + c.kv_heads; ++h) {
+            const float *weight = h < a.heads ? a.q_norm : a.k_norm;
+            if (weight) norm_row(row + h * d, weight, row + h * d, d, a.norm_eps);
+            rotate(row + h * d, cosine, sine, half);
+        }
+        const int64_t block = a.slots[token] / c.block_size, offset = a.slots[token] % c.block_size;
+        for (int64_t h = 0; h < c.kv_heads; ++h) {
+            const float *key = row + (a.heads + h) * d, *value = row + (a.heads + c.kv_heads + h) * d;
+            float *keys = c.keys + ((block * c.kv_heads + h) * c.block_size + offset / 16 * 16) * d + offset % 16;
+            float *values = c.values + ((block * c.kv_heads + h) * c.block_size + offset) * c.value_dim;
+            for (int64_t i = 0; i < d; ++i) keys[i * 16] = key[i];
+            for (int64_t i = 0; i < d; ++i) values[i] = value[i];
+        }
+    }
+}
+
+// Where the 16 positions from `position` (a multiple of 16) of a sequence lie in the cache, in tokens of one head
+inline int64_t cache_row(const Attention &a, const AttentionPiece &p, int64_t position) {
+    const Cache &c = a.cache;
+    const int64_t block = a.block_tables[p.sequence * a.table_stride + position / c.block_size];
+    return (block * c.kv_heads + p.kv_head) * c.block_size + position % c.block_size;
+}
+
+// scores [R][stride] of the keys [first, last + 1) for R query rows [R][d]; what a row may not see becomes -infinity
+template <int R>
+void score_rows(const Attention &a, const AttentionPiece &p, const float *query, const int64_t *position, int64_t first, int64_t last, float *scores, int64_t stride) {
+    const int64_t d = a.cache.head_dim;
+    const Lanes scale = Lanes::set(a.scale);
+    for (int64_t k = first; k <= last; k += 16) {
+        const float *keys = a.cache.keys + cache_row(a, p, k) * d;
+        Lanes lo[R], hi[R];
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) lo[r] = hi[r] = Lanes::set(0.0f);
+        for (int64_t i = 0; i < d; ++i) {
+            const Lanes u = Lanes::load(keys + i * 16), v = Lanes::load(keys + i * 16 + 8);
+#pragma GCC unroll 6
+            for (int r = 0; r < R; ++r) {
+                const Lanes q = Lanes::set(query[r * d + i]);
+                lo[r] = Lanes::fma(q, u, lo[r]);
+                hi[r] = Lanes::fma(q, v, hi[r]);
+            }
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) {
+            float *s = scores + r * stride + (k - first);
+            Lanes::mul(lo[r], scale).store(s);
+            Lanes::mul(hi[r], scale).store(s + 8);
+            const int64_t oldest = a.window ? position[r] - a.window + 1 : 0;
+            if (k + 15 > position[r] || k < oldest)
+                for (int64_t j = 0; j < 16; ++j)
+                    if (k + j > position[r] || k + j < oldest) s[j] = -__builtin_inff();
+        }
+    }
+}
+
+// scores -> e^(score - largest), and one over their sum
+float soften_row(float *scores, int64_t count) {
+    Lanes most = Lanes::set(-__builtin_inff());
+    for (int64_t k = 0; k < count; k += 8) most = Lanes::max(most, Lanes::load(scores + k));
+    float v[8], largest = -__builtin_inff();
+    most.store(v);
+    for (float x : v) largest = x > largest ? x : largest;
+    const Lanes shift = Lanes::set(-largest);
+    Lanes a = Lanes::set(0.0f), b = a;
+    for (int64_t k = 0; k < count; k += 16) {
+        const Lanes x = exponential(Lanes::add(Lanes::load(scores + k), shift)), y = exponential(Lanes::add(Lanes::load(scores + k + 8), shift));
+        x.store(scores + k);
+        y.store(scores + k + 8);
+        a = Lanes::add(a, x);
+        b = Lanes::add(b, y);
+    }
+    return 1.0f / sum_in_order(a, b);
+}
+
+// out[r] = weights [R][stride] x values, times factor[r]
+template <int R>
+void mix_values(const Attention &a, const AttentionPiece &p, const float *weights, int64_t stride, const float *factor, int64_t first, int64_t last, float *const *out) {
+    const int64_t d = a.cache.head_dim, wide = a.cache.value_dim;
+    for (int64_t i = 0; i < d; i += 16) {
+        Lanes lo[R], hi[R];
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) lo[r] = hi[r] = Lanes::set(0.0f);
+        for (int64_t k = first; k <= last; k += 16) {
+            const float *values = a.cache.values + cache_row(a, p, k) * wide + i;
+            const float *w = weights + (k - first);
+            for (int64_t j = 0; j < 16; ++j) {
+                const Lanes u = Lanes::load(values + j * wide), v = Lanes::load(values + j * wide + 8);
+#pragma GCC unroll 6
+                for (int r = 0; r < R; ++r) {
+                    const Lanes x = Lanes::set(w[r * stride + j]);
+                    lo[r] = Lanes::fma(x, u, lo[r]);
+                    hi[r] = Lanes::fma(x, v, hi[r]);
+                }
+            }
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) {
+            float v[16];
+            Lanes::mul(lo[r], Lanes::set(factor[r])).store(v);
+            Lanes::mul(hi[r], Lanes::set(factor[r])).store(v + 8);
+            for (int64_t j = 0; j < 16 && i + j < d; ++j) out[r][i + j] = v[j];
+        }
+    }
+}
+
+// R rows: row numbers count positions of the piece, and within each the heads of the group
+template <int R>
+void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float *scratch) {
+    const int64_t d = a.cache.head_dim, group = a.heads / a.cache.kv_heads;
+    float *query = scratch, *scores = scratch + kQueryRows * d, *out[R], factor[R];
+    int64_t position[R];
+    for (int r = 0; r < R; ++r) {
+        const int64_t token = p.query + (row + r) / group, head = p.kv_head * group + (row + r) % group;
+        const float *q = a.qkv + token * a.row_stride() + head * d;
+        for (int64_t i = 0; i < d; ++i) query[r * d + i] = q[i];
+        position[r] = a.positions[token];
+        out[r] = a.out + (token * a.heads + head) * d;
+    }
+    const int64_t last = position[R - 1] / 16 * 16, oldest = a.window ? position[0] - a.window + 1 : 0;
+    const int64_t first = oldest > 0 ? oldest / 16 * 16 : 0, stride = last - first + 16;
+    score_rows<R>(a, p, query, position, first, last, scores, stride);
+    for (int r = 0; r < R; ++r) factor[r] = soften_row(scores + r * stride, stride);
+    mix_values<R>(a, p, scores, stride, factor, first, last, out);
+}
+
+void attend(const Attention &a, const AttentionPiece &p, float *scratch) {
+    const int64_t rows = (p.query_end - p.query) * (a.heads / a.cache.kv_heads);
+    int64_t row = 0;
+    for (; row + kQueryRows <= rows; row += kQueryRows) attend_rows<kQueryRows>(a, p, row, scratch);
+    switch (rows - row) {
+        case 1: return attend_rows<1>(a, p, row, scratch);
+        case 2: return attend_rows<2>(a, p, row, scratch);
+        case 3: return attend_rows<3>(a, p, row, scratch);
+        case 4: return attend_rows<4>(a, p, row, scratch);
+        case 5: return attend_rows<5>(a, p, row, scratch);
+        default: return;
+    }
+}

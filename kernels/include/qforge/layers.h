@@ -1,0 +1,74 @@
+// What a decoder layer does between its products: norm, rotary embedding and cache write, attention over paged blocks, gated activation. All fp32.
+//
+// The cache of one layer, for blocks of `block_size` tokens (a multiple of 16):
+//   keys   [blocks][kv_heads][block_size / 16][head_dim][16]   16 positions side by side, so that scores of 16 keys are one row of products
+//   values [blocks][kv_heads][block_size][value_dim]           value_dim: head_dim rounded up to a multiple of 16
+//
+// Sums are ordered by place in the row and by absolute position in the sequence, never by how a step was cut: results are equal bit for bit
+// whatever else is in the step, however a prompt is cut into steps, and wherever the blocks lie. What a mask hides adds exactly zero.
+#pragma once
+
+#include <cstdint>
+
+namespace qforge {
+
+enum class Activation : int { SILU = 0, GELU_TANH = 1 };
+
+struct Cache {
+    float *keys, *values;
+    int64_t kv_heads, head_dim, value_dim, block_size;
+};
+
+struct NormRows {  // y = x / sqrt(mean(x^2) + eps) * weight, row by row
+    const float *x, *weight;
+    float *y;
+    int64_t width;
+    float eps;
+};
+
+struct GateRows {  // y[r][i] = act(x[r][i]) * x[r][width + i]
+    const float *x;
+    float *y;
+    int64_t width;
+    Activation activation;
+};
+
+// One step's queries, keys and values: qkv [T][(heads + 2 kv_heads) head_dim]
+struct Attention {
+    Cache cache;
+    float *qkv;
+    float *out;  // [T][heads head_dim]
+    int64_t heads, window;  // window: 0 for none, else how many positions a query sees, its own included
+    float scale;
+    const float *q_norm, *k_norm;  // [head_dim] or null
+    float norm_eps;
+    const float *cosines, *sines;  // [positions][head_dim / 2]
+    const int64_t *positions, *slots;  // [T]
+    const int32_t *block_tables;       // [sequences][table_stride]
+    int64_t table_stride;
+
+    int64_t row_stride() const { return (heads + 2 * cache.kv_heads) * cache.head_dim; }
+};
+
+// Queries [query, query_end) of one sequence, and one key/value head
+struct AttentionPiece {
+    int64_t query, query_end, sequence, kv_head;
+};
+
+constexpr int kQueryRows = 6;  // query rows (positions x heads of a group) that share each key that is read
+
+inline int64_t attention_scratch_floats(const Attention &a, int64_t longest_context) {
+    return kQueryRows * ((longest_context + 15) / 16 * 16 + a.cache.head_dim + 16);
+}
+
+struct LayerFunctions {
+    void (*norm)(const NormRows &n, int64_t row, int64_t row_end);
+    void (*gate)(const GateRows &g, int64_t row, int64_t row_end);
+    void (*rotate_and_store)(const Attention &a, int64_t token, int64_t token_end);  // rotates queries in place, writes rotated keys and values into the cache
+    void (*attend)(const Attention &a, const AttentionPiece &piece, float *scratch);
+};
+
+extern const LayerFunctions layers_portable;
+extern const LayerFunctions layers_avx2;
+
+}  // namespace qforge

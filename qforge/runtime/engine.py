@@ -1,0 +1,102 @@
+"""The step loop: schedule, run, sample, finish. One request's fate never depends on another's."""
+
+from __future__ import annotations
+
+import secrets
+
+from transformers import PreTrainedTokenizerBase
+
+from qforge.errors import DataError
+from qforge.runtime.blocks import BlockPool
+from qforge.runtime.detokenize import Detokenizer
+from qforge.runtime.sampler import sample
+from qforge.runtime.scheduler import Scheduler
+from qforge.runtime.sequence import FinishReason, SamplingParams, Sequence
+from qforge.runtime.step import Runner, build_step
+
+
+class Engine:
+    """Requests in, finished sequences out.
+
+    Args:
+        end_ids: tokens that end every continuation (unless it ignores them).
+        max_context: positions that the model has.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_step_tokens: int,
+        max_context: int,
+        end_ids: frozenset[int],
+    ) -> None:
+        self._runner, self._tokenizer, self._block_size = runner, tokenizer, block_size
+        self._max_context, self._end_ids = max_context, end_ids
+        self.scheduler = Scheduler(BlockPool(num_blocks), block_size, max_num_seqs, max_step_tokens)
+        self._texts: dict[int, Detokenizer] = {}
+        self._next_id = 0
+
+    def add(self, prompt: list[int], params: SamplingParams) -> Sequence:
+        """Queue a request.
+
+        Raises:
+            DataError: the prompt is empty, leaves no room in the model's context, or could never fit the cache.
+        """
+        if not prompt:
+            raise DataError("a prompt has no tokens; give at least one")
+        if len(prompt) >= self._max_context:
+            raise DataError(f"a prompt of {len(prompt)} tokens leaves no room in the model's context of {self._max_context}; shorten it to {self._max_context - 1} tokens or fewer")
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_ids)
+        sequence = Sequence(self._next_id, list(prompt), len(prompt), params, seed, min(len(prompt) + params.max_tokens, self._max_context), ends)
+        self.scheduler.add(sequence)
+        self._next_id += 1
+        self._texts[sequence.id] = Detokenizer(self._tokenizer, prompt, params.stop)
+        return sequence
+
+    def step(self) -> list[tuple[Sequence, int]]:
+        """One step; returns each sequence that got a token, and the token. Empty when nothing is left to do."""
+        pieces = self.scheduler.schedule()
+        if not pieces:
+            return []
+        logits = self._runner.step(build_step(pieces, self._block_size))
+        self.scheduler.advance(pieces)
+        ready = [p.sequence for p in pieces if p.wants_logits]
+        chosen = list(zip(ready, sample(logits, ready), strict=True)) if ready else []
+        for sequence, token in chosen:
+            sequence.tokens.append(token)
+            self._finish_if_done(sequence, token)
+        return chosen
+
+    def busy(self) -> bool:
+        """Whether requests wait or run."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Drop a request, whatever its state."""
+        self.scheduler.cancel(sequence)
+
+    def text(self, sequence: Sequence) -> str:
+        """Text of the continuation so far (complete once the sequence is finished)."""
+        return self._texts[sequence.id].text
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is kept for a finished request's text."""
+        self._texts.pop(sequence.id, None)
+
+    def _finish_if_done(self, sequence: Sequence, token: int) -> None:
+        text = self._texts[sequence.id]
+        reason = None
+        if token in sequence.end_ids or text.add(token):
+            reason = FinishReason.STOP
+        elif len(sequence.tokens) >= sequence.limit:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            if text.finish():
+                reason = FinishReason.STOP
+            self.scheduler.finish(sequence, reason)

@@ -1,0 +1,108 @@
+"""A linear layer as the decoder calls it: weights packed for the kernel that was chosen, several that share an input joined into one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qforge.ops.native import NativeDense, missing
+from qforge.ops.packing import embed
+from qforge.ops.select import choose
+from qforge.qlinear import QuantizedLinear
+from qforge.scheme import Per
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dense:
+    """An unquantized weight `[O, I]` in the dtype in which the model stores it, and a bias."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """`x [T, I] -> [T, O]`, both fp32.
+
+    Attributes:
+        kernel: its name, and why not a faster one.
+    """
+
+    kernel: str
+    product: Product
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The product."""
+        return self.product(x)
+
+
+def linear(weight: QuantizedLinear | Dense, threads: int | None = None) -> Linear:
+    """Pack a weight for the fastest kernel that runs it here."""
+    if isinstance(weight, QuantizedLinear):
+        choice = choose(weight.scheme, (weight.out_features, weight.in_features), threads=threads)
+        packed = choice.kernel.prepack(weight)
+        return Linear(choice.explain(), lambda x: choice.kernel.run(x, packed))
+    if missing() is None:
+        kernel = NativeDense(threads)
+        tiles = kernel.prepack(weight.weight, weight.bias)
+        return Linear(kernel.name, lambda x: kernel.run(x, tiles))
+    # torch's matrix product: its bits may depend on the number of rows
+    w, b = weight.weight.float(), None if weight.bias is None else weight.bias.float()
+    return Linear("torch", lambda x: torch.nn.functional.linear(x, w, b))
+
+
+def joined(weights: Sequence[QuantizedLinear | Dense], threads: int | None = None) -> Linear:
+    """Several weights with the same input: their outputs side by side, in one product where their schemes allow it. Bits are those of the single products."""
+    whole = _concatenate(weights)
+    if whole is not None:
+        return linear(whole, threads)
+    parts = [linear(w, threads) for w in weights]
+    return Linear("; ".join(dict.fromkeys(p.kernel for p in parts)), lambda x: torch.cat([p(x) for p in parts], 1))
+
+
+def _concatenate(weights: Sequence[QuantizedLinear | Dense]) -> QuantizedLinear | Dense | None:
+    first = weights[0]
+    if isinstance(first, Dense):
+        dense = [w for w in weights if isinstance(w, Dense) and w.weight.dtype == first.weight.dtype]
+        if len(dense) < len(weights):
+            return None
+        return Dense(torch.cat([w.weight for w in dense]), _join_biases([w.bias for w in dense], [len(w.weight) for w in dense]))
+    same = [w for w in weights if isinstance(w, QuantizedLinear) and w.scheme == first.scheme and _equal(w.group_index, first.group_index)]
+    if len(same) < len(weights) or first.scheme.granularity.per not in (Per.CHANNEL, Per.GROUP) or any(w.input_scale is not None for w in same):
+        return None
+    zeros = None if first.zeros is None else torch.cat([w.zeros for w in same if w.zeros is not None])
+    bias = _join_biases([w.bias for w in same], [w.out_features for w in same])
+    return QuantizedLinear(first.scheme, torch.cat([w.codes for w in same]), torch.cat([w.scales for w in same]), zeros, first.group_index, bias=bias)
+
+
+def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
+
+
+def _join_biases(biases: list[torch.Tensor | None], sizes: list[int]) -> torch.Tensor | None:
+    if all(b is None for b in biases):
+        return None
+    return torch.cat([torch.zeros(n) if b is None else b.float() for b, n in zip(biases, sizes, strict=True)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """Token embedding and output head; tied ones share one copy in memory."""
+
+    embed: Callable[[torch.Tensor], torch.Tensor]
+    logits: Linear
+
+
+def tied_head(weight: torch.Tensor, threads: int | None = None) -> Head:
+    """Both from one weight `[V, I]`."""
+    if missing() is not None:
+        wide = weight.float()
+        return Head(lambda tokens: wide[tokens], Linear("torch", lambda x: x @ wide.T))
+    kernel = NativeDense(threads)
+    packed: Any = kernel.prepack(weight)
+    return Head(lambda tokens: embed(packed.tiles, tokens), Linear(kernel.name, lambda x: kernel.run(x, packed)))

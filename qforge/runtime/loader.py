@@ -1,0 +1,80 @@
+"""An opened model -> the decoder: reads each weight once, in its stored form, and packs it for its kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from qforge.errors import UnsupportedError
+from qforge.models.model import Model
+from qforge.ops.layers import AttentionParameters
+from qforge.ops.layers_native import layer_ops
+from qforge.qlinear import QuantizedLinear
+from qforge.runtime.decoder import Decoder, Layer, supports
+from qforge.runtime.linears import Dense, Head, Linear, joined, linear, tied_head
+from qforge.types import ModelSpec
+
+
+def load(model: Model, *, threads: int | None = None, num_blocks: int, block_size: int) -> Decoder:
+    """Build the decoder of a model.
+
+    Raises:
+        UnsupportedError: a family that the runtime does not list; the message says what runs it.
+        ModelError: a tensor is missing or damaged.
+    """
+    reason = supports(model.spec)
+    if reason is not None or model.spec is None:
+        raise UnsupportedError(f"'{model.source}' cannot run on the built-in runtime: {reason}; use the transformers engine")
+    reader = _Reader(model, model.spec, threads)
+    layers = [reader.layer(i) for i in range(model.spec.num_layers)]
+    return Decoder(model.spec, layers, reader.norm("model.norm"), reader.head(), layer_ops(threads), num_blocks=num_blocks, block_size=block_size)
+
+
+class _Reader:
+    """Reads weights by module name."""
+
+    def __init__(self, model: Model, spec: ModelSpec, threads: int | None) -> None:
+        self._model, self._spec, self._threads = model, spec, threads
+        self._names = set(model.weights.names())
+
+    def layer(self, index: int) -> Layer:
+        """All of one layer."""
+        spec, at = self._spec, f"model.layers.{index}."
+        q_norm, k_norm = (self.norm(f"{at}self_attn.{n}_norm") for n in "qk") if spec.qk_norm else (None, None)
+        attention = AttentionParameters(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.layer_windows[index], spec.attention_scale, q_norm, k_norm, spec.norm_eps,
+        )  # fmt: skip
+        mlp_norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
+        return Layer(
+            input_norm=self.norm(at + "input_layernorm"),
+            qkv=self._joined([f"{at}self_attn.{n}_proj" for n in "qkv"]),
+            attention=attention,
+            output=linear(self._weight(at + "self_attn.o_proj"), self._threads),
+            post_attention_norm=self.norm(at + "post_attention_layernorm") if spec.post_norms else None,
+            mlp_norm=self.norm(at + mlp_norm),
+            gate_up=self._joined([f"{at}mlp.{n}_proj" for n in ("gate", "up")]),
+            down=linear(self._weight(at + "mlp.down_proj"), self._threads),
+            post_mlp_norm=self.norm(at + "post_feedforward_layernorm") if spec.post_norms else None,
+            rope=spec.layer_ropes[index],
+        )
+
+    def norm(self, name: str) -> torch.Tensor:
+        """A norm's weight, fp32, with the family's offset."""
+        return (self._model.weights.read(f"{name}.weight").float() + self._spec.norm_offset).contiguous()
+
+    def head(self) -> Head:
+        """Embedding and output head; one copy where the model ties them."""
+        table = self._model.weights.read("model.embed_tokens.weight")
+        if "lm_head" in self._model.schemes or (not self._spec.tied_head and "lm_head.weight" in self._names):
+            return Head(lambda tokens: table[tokens].float(), linear(self._weight("lm_head"), self._threads))
+        return tied_head(table, self._threads)
+
+    def _joined(self, names: Sequence[str]) -> Linear:
+        return joined([self._weight(n) for n in names], self._threads)
+
+    def _weight(self, name: str) -> QuantizedLinear | Dense:
+        if name in self._model.schemes:
+            return self._model.linear(name)
+        bias = self._model.weights.read(f"{name}.bias") if f"{name}.bias" in self._names else None
+        return Dense(self._model.weights.read(f"{name}.weight"), bias)

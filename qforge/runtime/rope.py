@@ -1,0 +1,55 @@
+"""Rotary embedding: a RopeSpec -> tables of cosines and sines, as transformers computes them (fp32 throughout)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from qforge.types import RopeSpec
+
+KINDS = ("default", "linear", "llama3")
+
+
+def supports(rope: RopeSpec) -> str | None:
+    """None if the tables of this embedding can be computed; otherwise the reason why not."""
+    return None if rope.kind in KINDS else f"its rotary scaling '{rope.kind}' is not available (these are: {', '.join(KINDS)})"
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
+    """`[head_dim / 2]` fp32 radians per position. llama3: Llama 3.1's piecewise scaling by wavelength."""
+    inverse = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    parameters = dict(rope.parameters)
+    if rope.kind == "linear":
+        return inverse / parameters["factor"]
+    if rope.kind == "llama3":
+        return _llama3(inverse, parameters)
+    return inverse
+
+
+def _llama3(inverse: torch.Tensor, p: dict[str, float]) -> torch.Tensor:
+    old = p["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / inverse
+    smooth = (old / wavelength - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"])
+    between = (1 - smooth) * (inverse / p["factor"]) + smooth * inverse
+    scaled = torch.where(wavelength > old / p["low_freq_factor"], inverse / p["factor"], inverse)
+    middle = (wavelength <= old / p["low_freq_factor"]) & (wavelength >= old / p["high_freq_factor"])
+    return torch.where(middle, between, scaled)
+
+
+class RopeTable:
+    """Cosines and sines `[positions, head_dim / 2]`, grown as positions are asked for."""
+
+    def __init__(self, rope: RopeSpec, head_dim: int) -> None:
+        self._inverse = inverse_frequencies(rope, head_dim)
+        self._tables = self._compute(256)
+
+    def upto(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tables for at least `positions` positions."""
+        if len(self._tables[0]) < positions:
+            self._tables = self._compute(1 << (positions - 1).bit_length())
+        return self._tables
+
+    def _compute(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = torch.arange(positions).float()[:, None] * self._inverse
+        return angles.cos().contiguous(), angles.sin().contiguous()

@@ -1,0 +1,102 @@
+"""One request: its sampling parameters, its tokens, how far they are computed, and what comes out. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from qforge.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when a continuation ends.
+
+    Attributes:
+        max_tokens: most tokens that are generated.
+        temperature: 0 is greedy.
+        top_k: sample among this many most likely tokens; 0: all.
+        top_p: smallest set of tokens whose probabilities reach this sum.
+        min_p: only tokens at least this fraction as likely as the most likely one.
+        seed: random numbers depend on the seed and the token's position alone; None draws a fresh seed.
+        stop: strings that end a continuation; the text ends before them.
+        stop_token_ids: tokens that end a continuation, besides the model's own end tokens.
+        ignore_eos: go on after the model's end tokens.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        rules: tuple[tuple[str, float, bool, str], ...] = (
+            ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature, math.isfinite(self.temperature) and self.temperature >= 0, "0 (greedy) or a positive number"),
+            ("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or a positive number"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("seed", self.seed or 0, 0 <= (self.seed or 0) < 1 << 64, "from 0 to 2**64 - 1"),
+        )
+        for name, value, good, allowed in rules:
+            if not good:
+                raise DataError(f"{name} is {value}; it must be {allowed}")
+        if any(not s for s in self.stop):
+            raise DataError("a stop string is empty; it would stop every text at once")
+
+
+class FinishReason(StrEnum):
+    """Why a continuation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A finished request. `prompt`: the text given (rendered, for chat messages), or None for token ids. `token_ids` include the token that ended it."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request while it runs; only the scheduler and the engine change it.
+
+    Attributes:
+        limit: tokens at which it ends, prompt included (max_tokens, or the model's context).
+        end_ids: tokens that end it.
+        computed: leading tokens whose keys and values are in the cache.
+        block_table: its cache blocks, in order.
+        preemptions: how often its blocks were taken away and computed again.
+    """
+
+    id: int
+    tokens: list[int]
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    limit: int
+    end_ids: frozenset[int]
+    computed: int = 0
+    block_table: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    preemptions: int = 0
+
+    @property
+    def generated(self) -> list[int]:
+        """Tokens after the prompt."""
+        return self.tokens[self.num_prompt :]

@@ -1,0 +1,198 @@
+"""GGUF files: the integers of an artifact in the block type that holds them unchanged, everything else as it is stored, and the metadata that llama.cpp needs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType
+
+from qforge import numerics
+from qforge.errors import UnsupportedError
+from qforge.export.gguf_metadata import add_metadata, metadata_problem, rope_factors
+from qforge.export.gguf_vocabulary import add_vocabulary, vocabulary_problem
+from qforge.export.hf import HEAD, weight_shape
+from qforge.files import atomic
+from qforge.layouts.gguf_blocks import BITS, BLOCK, GgufBlocks, lossless_type
+from qforge.models.model import Model
+from qforge.models.names import GGUF_ARCHITECTURES, gguf_names, gguf_norm_offset, gguf_permutes, permute_rows, permuted_heads
+from qforge.qlinear import QuantizedLinear
+from qforge.scheme import Scheme
+
+_FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+TYPES = ("auto", *(t.lower() for t in BITS), *_FLOATS)
+_FILE_TYPES = {
+    "F32": LlamaFileType.ALL_F32, "F16": LlamaFileType.MOSTLY_F16, "BF16": LlamaFileType.MOSTLY_BF16,
+    "Q4_0": LlamaFileType.MOSTLY_Q4_0, "Q5_0": LlamaFileType.MOSTLY_Q5_0, "Q8_0": LlamaFileType.MOSTLY_Q8_0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of the file: GGUF's name, the type it is stored in, its shape `[rows, columns]` or `[size]`, and how to get its bytes."""
+
+    name: str
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the last dimension."""
+        block, size = GGML_QUANT_SIZES[self.type]
+        return self.shape[-1] // int(block) * int(size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return int(np.prod(self.shape[:-1], dtype=np.int64)) * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GgufExporter:
+    """The exporter (see docs/architecture.md).
+
+    Attributes:
+        type: `auto` (for each linear the smallest type that holds its scheme), a block type that must hold all of them (`q4_0`, `q5_0`, `q8_0`),
+            or `f32`, `f16`, `bf16`: the dequantized weights; `f32` holds them exactly.
+    """
+
+    type: str = "auto"
+    name: str = "gguf"
+
+    def check(self, model: Model) -> str | None:
+        """Why the model cannot be written; None if it can."""
+        if self.type not in TYPES:
+            return f"GGUF type '{self.type}' is not available; use one of {', '.join(TYPES)}"
+        if model.spec is None or model.config.model_type not in GGUF_ARCHITECTURES:
+            return f"a '{model.config.model_type}' model with these settings has no GGUF form here; the families {', '.join(GGUF_ARCHITECTURES)} have"
+        if not model.schemes and self.type not in ("auto", *_FLOATS):
+            return f"the model is not quantized, and type {self.type} holds quantized weights; use auto, {', '.join(_FLOATS)}, or quantize it first"
+        for name, scheme in model.schemes.items():
+            reason = self._scheme_problem(scheme, *weight_shape(model, name))
+            if reason:
+                return f"{name}: {reason}"
+        return metadata_problem(model.spec) or vocabulary_problem(model.tokenizer(), model.config.vocab_size)
+
+    def _scheme_problem(self, scheme: Scheme, out_features: int, in_features: int) -> str | None:
+        if self.type in _FLOATS:
+            return None
+        kind = self.type.upper() if self.type != "auto" else lossless_type(scheme)
+        if kind is None:
+            return f"no GGUF type holds {scheme} losslessly ({GgufBlocks('Q8_0').supports(scheme)}); use a group size that is a multiple of {BLOCK}, or type f32"
+        other = lossless_type(scheme)
+        reason = GgufBlocks(kind).supports(scheme)
+        if reason:
+            return reason + (f"; type {other.lower()} does" if other else "")
+        return GgufBlocks(kind).problem_with(out_features, in_features)
+
+    def lossless(self, model: Model) -> bool:
+        """Whether the file's weights equal the model's bit for bit: always, except where weights are rounded to 16 bits."""
+        return self.type not in ("f16", "bf16") or (not model.schemes and model.dtype is _FLOATS[self.type])
+
+    def write(self, model: Model, folder: Path) -> list[Path]:
+        """Write `model-<type>.gguf` into `folder`, one tensor in memory at a time.
+
+        Raises:
+            UnsupportedError: `check` says why not, or a value does not fit (a scale that is not exact in fp16, groups in activation order).
+            OutputError: the folder cannot be written.
+        """
+        reason = self.check(model)
+        if reason:
+            raise UnsupportedError(f"GGUF: {reason}")
+        assert model.spec is not None
+        tensors = list(self.tensors(model))
+        label = self._label(tensors)
+        path = folder / f"model-{label.lower()}.gguf"
+        with atomic(path) as temporary:
+            writer = GGUFWriter(temporary, GGUF_ARCHITECTURES[model.config.model_type])
+            writer.add_type("model")
+            writer.add_file_type(int(_FILE_TYPES[label]))
+            writer.add_quantization_version(2)
+            add_metadata(writer, model.spec)
+            add_vocabulary(writer, model.tokenizer(), model.config.vocab_size)
+            for t in tensors:
+                shape = (*t.shape[:-1], t.row_bytes)
+                writer.add_tensor_info(t.name, shape, np.dtype(np.uint8), t.nbytes, raw_dtype=t.type)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for t in tensors:
+                data = t.read()
+                assert data.nbytes == t.nbytes, (t.name, data.nbytes, t.nbytes)
+                writer.write_tensor_data(data)
+            writer.close()
+        return [path]
+
+    def _label(self, tensors: list[Tensor]) -> str:
+        """The type that names the file: that of most weights in matrices."""
+        counts: Counter[str] = Counter()
+        for t in tensors:
+            if len(t.shape) == 2 and t.name.startswith("blk."):
+                counts[t.type.name] += int(np.prod(t.shape))
+        return counts.most_common(1)[0][0]
+
+    def tensors(self, model: Model) -> Iterator[Tensor]:
+        """All tensors of the file in the order of the model's weights, a tied head left out."""
+        assert model.spec is not None
+        names = gguf_names(model.config.model_type, model.config.num_hidden_layers)
+        stored = model.weights.names()
+        factors = rope_factors(model.spec)
+        if factors is not None:
+            yield Tensor("rope_freqs.weight", GGMLQuantizationType.F32, factors.shape, lambda: factors)
+        heads = [f"{HEAD}.weight"] if HEAD in model.schemes and f"{HEAD}.weight" not in stored else []
+        for name in [*stored, *heads]:
+            module = name.removesuffix(".weight")
+            if name.startswith(f"{HEAD}.") and model.config.tie_word_embeddings and HEAD not in model.schemes:
+                continue
+            yield self._quantized(model, module, names[name]) if name.endswith(".weight") and module in model.schemes else self._plain(model, name, names[name])
+
+    def _quantized(self, model: Model, module: str, name: str) -> Tensor:
+        shape = weight_shape(model, module)
+        if self.type in _FLOATS:
+            dtype = _FLOATS[self.type]
+            return Tensor(name, GGMLQuantizationType[self.type.upper()], shape, lambda: _bytes(numerics.dequantize(permuted(model, module)).to(dtype)))
+        kind = self.type.upper() if self.type != "auto" else lossless_type(model.schemes[module])
+        assert kind is not None
+        return Tensor(name, GGMLQuantizationType[kind], shape, lambda: GgufBlocks(kind).pack(permuted(model, module))["weight"].numpy())
+
+    def _plain(self, model: Model, name: str, gguf_name: str) -> Tensor:
+        """An unquantized tensor: vectors in fp32, as llama.cpp wants them; matrices as they are stored, or in the float type that was asked for."""
+        info = model.weights.info(name)
+        dtype = torch.float32 if len(info.shape) < 2 else _FLOATS.get(self.type, info.dtype)
+        kind = GGMLQuantizationType[next(k for k, d in _FLOATS.items() if d is dtype).upper()]
+        return Tensor(gguf_name, kind, info.shape, lambda: _bytes(plain(model, name).to(dtype)))
+
+
+def permuted(model: Model, module: str) -> QuantizedLinear:
+    """A quantized linear with its rows in GGUF's order."""
+    q = model.linear(module)
+    heads = permuted_heads(f"{module}.weight", model.config.num_attention_heads, model.config.num_key_value_heads)
+    if heads is None or not gguf_permutes(model.config.model_type):
+        return q
+    per_row = q.scales.shape[0] == q.out_features
+    return replace(
+        q,
+        codes=permute_rows(q.codes, heads),
+        scales=permute_rows(q.scales, heads) if per_row else q.scales,
+        zeros=permute_rows(q.zeros, heads) if per_row and q.zeros is not None else q.zeros,
+    )
+
+
+def plain(model: Model, name: str) -> torch.Tensor:
+    """An unquantized tensor with its rows in GGUF's order, and with what GGUF adds to it."""
+    tensor = model.weights.read(name)
+    offset = gguf_norm_offset(model.config.model_type, name)
+    if offset:
+        tensor = tensor.float() + offset
+    heads = permuted_heads(name, model.config.num_attention_heads, model.config.num_key_value_heads)
+    return permute_rows(tensor, heads) if heads is not None and gguf_permutes(model.config.model_type) else tensor
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.contiguous()
+    return tensor.view(torch.int16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()

@@ -1,0 +1,102 @@
+"""A model's sizes, norms and rotary embedding as GGUF metadata, and the reasons why llama.cpp could not compute a model from them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from gguf import GGUFWriter, RopeScalingType
+
+from qforge.types import ModelSpec, RopeSpec
+
+_GEMMA3_PATTERN = 6  # llama.cpp's fixed pattern: every sixth layer sees the whole context
+_GEMMA3_LOCAL_THETA = 10_000.0
+_GEMMA3_27B_LAYERS = 62
+
+
+def metadata_problem(spec: ModelSpec) -> str | None:
+    """What of a model llama.cpp cannot be told; None if it can be told everything."""
+    rope = spec.layer_ropes[-1]
+    values = dict(rope.parameters)
+    if rope.kind == "yarn" and not math.isclose(values.get("attention_factor", _yarn_attention(values["factor"])), _yarn_attention(values["factor"]), rel_tol=1e-6):
+        return "its YaRN rotary scaling has an attention factor of its own, which GGUF does not hold"
+    if rope.kind == "yarn" and ("mscale" in values or values.get("truncate") == 0.0):
+        return "its YaRN rotary scaling is a variant that GGUF does not hold"
+    return _gemma3_problem(spec) if spec.family == "gemma3_text" else None
+
+
+def _gemma3_problem(spec: ModelSpec) -> str | None:
+    pattern = [(i + 1) % _GEMMA3_PATTERN != 0 for i in range(spec.num_layers)]
+    if [w > 0 for w in spec.layer_windows] != pattern:
+        return f"llama.cpp's Gemma 3 attends to everything in every {_GEMMA3_PATTERN}th layer, and this model in others"
+    local = {r for r, sliding in zip(spec.layer_ropes, pattern, strict=True) if sliding}
+    if local != {RopeSpec(_GEMMA3_LOCAL_THETA)}:
+        return f"llama.cpp's Gemma 3 has a rotary base of {_GEMMA3_LOCAL_THETA:.0f} in its sliding layers, and this model another one"
+    width = spec.hidden_size // spec.num_heads if spec.num_layers == _GEMMA3_27B_LAYERS else spec.head_dim
+    if not math.isclose(spec.attention_scale, width**-0.5, rel_tol=1e-6):
+        return f"llama.cpp's Gemma 3 scales queries by {width} ** -0.5 in a model of {spec.num_layers} layers, and this model otherwise"
+    return None
+
+
+def add_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
+    """Write sizes, norms, windows and rotary embedding of a model without `metadata_problem`."""
+    writer.add_vocab_size(spec.vocab_size)
+    writer.add_context_length(_context(spec))
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_block_count(spec.num_layers)
+    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_head_count(spec.num_heads)
+    writer.add_head_count_kv(spec.num_kv_heads)
+    writer.add_key_length(spec.head_dim)
+    writer.add_value_length(spec.head_dim)
+    writer.add_layer_norm_rms_eps(spec.norm_eps)
+    writer.add_rope_dimension_count(spec.head_dim)
+    _add_rope(writer, _global_rope(spec))
+    if spec.family == "gemma3_text":
+        writer.add_sliding_window(max(spec.layer_windows))
+        writer.add_rope_freq_base_swa(_GEMMA3_LOCAL_THETA)
+
+
+def rope_factors(spec: ModelSpec) -> np.ndarray | None:
+    """`rope_freqs.weight`, fp32 `[head_dim / 2]`: what each rotary frequency is divided by under Llama 3's scaling; None for other scalings.
+
+    Source: Llama 3.1's reference code, which transformers' `llama3` rope type follows.
+    """
+    rope = _global_rope(spec)
+    if rope.kind != "llama3":
+        return None
+    p = dict(rope.parameters)
+    wavelengths = 2 * math.pi * rope.theta ** (np.arange(0, spec.head_dim, 2, dtype=np.float64) / spec.head_dim)
+    ratio = p["original_max_position_embeddings"] / wavelengths
+    smooth = np.clip((ratio - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"]), 0.0, 1.0)
+    return np.asarray(1.0 / ((1 - smooth) / p["factor"] + smooth), dtype=np.float32)
+
+
+def _global_rope(spec: ModelSpec) -> RopeSpec:
+    return next((r for r, window in zip(spec.layer_ropes, spec.layer_windows, strict=True) if window == 0), spec.layer_ropes[-1])
+
+
+def _context(spec: ModelSpec) -> int:
+    """The context in which llama.cpp computes what the model means: it has no sliding window but Gemma's, so others are capped at theirs."""
+    windows = [w for w in spec.layer_windows if w > 0]
+    return spec.max_positions if spec.family == "gemma3_text" or not windows else min(spec.max_positions, *windows)
+
+
+def _yarn_attention(factor: float) -> float:
+    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _add_rope(writer: GGUFWriter, rope: RopeSpec) -> None:
+    writer.add_rope_freq_base(rope.theta)
+    p = dict(rope.parameters)
+    if rope.kind == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(p["factor"])
+    elif rope.kind == "yarn":
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(p["factor"])
+        if "original_max_position_embeddings" in p:
+            writer.add_rope_scaling_orig_ctx_len(int(p["original_max_position_embeddings"]))
+        for key, add in (("beta_fast", writer.add_rope_scaling_yarn_beta_fast), ("beta_slow", writer.add_rope_scaling_yarn_beta_slow)):
+            if key in p:
+                add(p[key])

@@ -1,0 +1,1 @@
+"""How good the small model is: divergence from the original, intervals, gates, comparison of two results."""

@@ -1,0 +1,81 @@
+"""Gates: limits on a run's figures, tested on the point value, reported with the interval."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qforge.errors import RecipeError
+from qforge.recipe.limits import EVALUATED, FIGURES, parse_limit
+from qforge.types import Evaluation, GateResult
+
+Interval = tuple[float, float]
+ON = ("error", "warn", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A measured number and, where there is one, its 95 % interval."""
+
+    value: float
+    interval: Interval | None = None
+
+
+def figures(evaluation: Evaluation | None, **measured: float | None) -> dict[str, Figure]:
+    """Every figure that a gate can name and that this run measured; `measured` holds what is no part of the evaluation (`size_ratio=...`)."""
+    found = {name: Figure(float(value)) for name, value in measured.items() if value is not None}
+    unknown = set(found) - set(FIGURES)
+    assert not unknown, f"no such figure: {unknown}"
+    if evaluation is None:
+        return found
+    found["perplexity"] = Figure(evaluation.candidate["perplexity"])
+    for name, value, interval in (
+        ("perplexity_ratio", evaluation.perplexity_ratio, evaluation.perplexity_ratio_ci95),
+        ("kl_mean", evaluation.kl_mean, evaluation.kl_mean_ci95),
+        ("kl_p99", evaluation.kl_p99, None),
+        ("top1_agreement", evaluation.top1_agreement, evaluation.top1_agreement_ci95),
+    ):
+        if value is not None:
+            found[name] = Figure(value, interval)
+    return found
+
+
+def unmeasurable(gates: Mapping[str, object], evaluates: bool) -> str | None:
+    """Why a run cannot test these gates, or None; to be asked before work starts.
+
+    Args:
+        gates: by figure name.
+        evaluates: whether the run evaluates the model beside its original.
+    """
+    for name in gates:
+        if name not in FIGURES:
+            return f"gates.{name}: no such figure; allowed are {', '.join(FIGURES)}"
+        if name in EVALUATED and not evaluates:
+            return f"gates.{name}: nothing measures it because the run does not evaluate; remove this gate, or the line 'evaluate: null'"
+    return None
+
+
+def check(found: Mapping[str, Figure], gates: Mapping[str, tuple[str, str]]) -> list[GateResult]:
+    """Test limits, in the order in which they are given. A gate that is `off` is not tested and not listed.
+
+    Args:
+        found: from `figures`.
+        gates: figure name -> (limit such as "<= 1.30", on: error, warn or off).
+
+    Raises:
+        RecipeError: a limit is malformed, or a gate's figure was not measured.
+    """
+    return [_check(name, limit, on, found) for name, (limit, on) in gates.items() if on != "off"]
+
+
+def _check(name: str, limit: str, on: str, found: Mapping[str, Figure]) -> GateResult:
+    if on not in ON:
+        raise RecipeError(f"gates.{name}.on: {on!r} is unknown; allowed are {', '.join(ON)}")
+    if name not in found:
+        raise RecipeError(f"gates.{name}: this figure was not measured; measured are {', '.join(found) or 'none'}")
+    try:
+        allowed = parse_limit(limit)
+    except ValueError as e:
+        raise RecipeError(f"gates.{name}: {e}") from e
+    figure = found[name]
+    return GateResult(name, limit, figure.value, allowed.allows(figure.value), on, figure.interval)

@@ -1,0 +1,138 @@
+"""Intervals and verdicts for figures that are ratios of sums over clusters: tokens of one document are not independent, so documents are what is resampled.
+
+Every figure here is `sum(values) / sum(sizes)` over clusters (a mean per token, clusters of unequal length). Its 95 % interval is a studentized
+cluster bootstrap (bootstrap-t; Efron & Tibshirani 1993, section 12.5, with the linearised variance of a ratio). Differences between two models are
+paired: the values are then per-cluster differences on the same tokens.
+
+Measured coverage of the nominal 95 % (2,000 trials a case, 8 to 60 clusters of unequal length): 94-96 % for clusters that look like differences of
+log-likelihood, KL divergences or agreement, 93-95 % for strongly skewed ones (log-normal, sigma 0.8); a percentile bootstrap gives 80-92 % at 8 to 20
+clusters. `tests/laws/test_laws_statistics.py` holds it. Below `MIN_CLUSTERS` no interval is given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+MIN_CLUSTERS = 8
+RESAMPLES = 2000
+_MOST_CLUSTERS = 2000
+_ENOUGH_CLUSTERS = 20
+_LEAST_GROWTH = 1.1
+_NORMAL_975 = 1.959963984540054
+_SMALLEST_ERROR = 0.1  # of the sample's: a resample of nearly equal clusters says nothing on the error's size
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean per token: its value, its standard error, its 95 % interval (None below MIN_CLUSTERS clusters), and how much was seen."""
+
+    value: float
+    error: float
+    interval: Interval | None
+    clusters: int
+    tokens: int
+
+    @property
+    def half_width(self) -> float:
+        """Half of the interval's width; without an interval, infinite."""
+        return math.inf if self.interval is None else (self.interval[1] - self.interval[0]) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a paired difference says: `better`, `same`, `worse` or `not enough data`; then `needs_tokens` is about how many tokens would tell."""
+
+    word: str
+    needs_tokens: int | None = None
+
+    def __str__(self) -> str:
+        return self.word if self.needs_tokens is None else f"{self.word} (needs about {self.needs_tokens:,} tokens)"
+
+
+def mean(values: ArrayLike, sizes: ArrayLike, *, seed: int = 0) -> Mean:
+    """The mean per token of per-cluster sums `values [n]` over `sizes [n]` tokens, with its interval.
+
+    Beyond 2,000 clusters neighbours are pooled, which bounds the cost and leaves the interval valid. Same input, same interval.
+    """
+    x, t = np.asarray(values, np.float64), np.asarray(sizes, np.float64)
+    tokens, clusters = int(t.sum()), len(t)
+    if clusters > _MOST_CLUSTERS:
+        starts = np.linspace(0, clusters, _MOST_CLUSTERS, endpoint=False).astype(int)
+        x, t = np.add.reduceat(x, starts), np.add.reduceat(t, starts)
+    value = math.fsum(x) / tokens
+    error = _errors(np.ones((1, len(t))), x, t)[1][0] if len(t) > 1 else math.inf
+    interval = _bootstrap_t(x, t, value, error, seed) if clusters >= MIN_CLUSTERS else None
+    return Mean(value, float(error), interval, clusters, tokens)
+
+
+def _errors(weights: NDArray[np.float64], x: NDArray[np.float64], t: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Ratio and linearised standard error for each row of cluster counts `weights [B, n]`."""
+    n = len(t)
+    total = weights @ t
+    ratio = (weights @ x) / total
+    variance = weights @ (x * x) - 2 * ratio * (weights @ (x * t)) + ratio**2 * (weights @ (t * t))
+    return ratio, np.sqrt(np.maximum(variance, 0) * n / (n - 1)) / total
+
+
+def _bootstrap_t(x: NDArray[np.float64], t: NDArray[np.float64], value: float, error: float, seed: int) -> Interval:
+    if error <= 1e-12 * abs(value) or error == 0:
+        return value, value
+    x = x - value * t  # centred, so that squares do not cancel
+    shift, errors = _errors(_resamples(len(t), seed), x, t)
+    low, high = np.quantile(shift / np.maximum(errors, _SMALLEST_ERROR * error), [0.025, 0.975])
+    error *= len(t) / (len(t) - 1)  # what the jackknife allows for a cluster's pull on the value; without it coverage at 20 clusters is 92-94.5 %
+    return value - float(high) * error, value - float(low) * error
+
+
+@lru_cache(maxsize=1)
+def _resamples(n: int, seed: int) -> NDArray[np.float64]:
+    """How often each of n clusters is drawn in each resample `[RESAMPLES, n]` (kept for the next figure of the same text; at most 32 MB)."""
+    weights = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES).astype(np.float64)
+    weights.setflags(write=False)
+    return weights
+
+
+def verdict(difference: Mean, margin: float) -> Verdict:
+    """Judge a paired difference whose positive values are bad.
+
+    `worse` and `better`: the interval excludes zero and the difference exceeds the practical margin. Otherwise `same` when the interval is narrow enough
+    to have shown a difference of `margin` (half-width <= margin), and else `not enough data`: the text would have to be about (half-width / margin)^2 times longer.
+    When the models are equal, a verdict of `worse` has a probability of at most 2.5 %.
+    """
+    if difference.error == 0 and difference.value == 0:
+        return Verdict("same")
+    if difference.interval is not None:
+        low, high = difference.interval
+        if low > 0 and difference.value > margin:
+            return Verdict("worse")
+        if high < 0 and difference.value < -margin:
+            return Verdict("better")
+        if difference.half_width <= margin:
+            return Verdict("same")
+    return Verdict("not enough data", needs_tokens(difference, margin))
+
+
+def needs_tokens(difference: Mean, margin: float) -> int:
+    """About how many tokens of such text bring the half-width of the 95 % interval down to `margin` (two leading digits).
+
+    From the standard error, made median-unbiased (Wilson-Hilferty) because few clusters understate it; never fewer tokens than 20 clusters have.
+    """
+    freedom = difference.clusters - 1
+    spread = _NORMAL_975 * difference.error if freedom else 0.0
+    growth = (spread / margin) ** 2 / (1 - 2 / (9 * max(freedom, 1))) ** 3
+    tokens = difference.tokens * max(growth, _ENOUGH_CLUSTERS / difference.clusters, _LEAST_GROWTH)
+    step = 10.0 ** max(0, math.floor(math.log10(tokens)) - 1)
+    return int(math.ceil(tokens / step) * step)
+
+
+def percentile(values: Sequence[NDArray[np.float64]], share: float) -> float:
+    """A percentile (0..100, linear interpolation) of per-token values that came in pieces."""
+    return float(np.percentile(np.concatenate(values), share))

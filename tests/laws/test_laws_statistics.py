@@ -1,0 +1,120 @@
+"""Intervals cover as often as they say, on data with known truth and correlation inside documents; verdicts err as rarely as they say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from qforge.evaluate.statistics import MIN_CLUSTERS, Mean, Verdict, mean, needs_tokens, verdict
+
+Floats = NDArray[np.float64]
+TRIALS = 1000
+
+
+def sizes(rng: np.random.Generator, n: int) -> Floats:
+    return rng.integers(50, 500, n).astype(float)
+
+
+def differences(rng: np.random.Generator, n: int, truth: float = 0.05) -> tuple[Floats, Floats, float]:
+    """Paired differences of negative log-likelihood: an effect of the document, and noise of its tokens."""
+    t = sizes(rng, n)
+    return rng.normal(truth, 0.05, n) * t + rng.normal(0, 0.5, n) * np.sqrt(t), t, truth
+
+
+def divergences(rng: np.random.Generator, n: int) -> tuple[Floats, Floats, float]:
+    """KL divergence: positive, skewed inside documents and between them, larger in short documents."""
+    t = sizes(rng, n)
+    factor = 1 + 0.5 * (np.arange(50, 500) < 200)
+    level = np.exp(rng.normal(0, 0.5, n)) * factor[t.astype(int) - 50]
+    return rng.gamma(0.3 * t, level / 0.3), t, math.exp(0.125) * float((np.arange(50, 500) * factor).sum() / np.arange(50, 500).sum())
+
+
+def agreements(rng: np.random.Generator, n: int) -> tuple[Floats, Floats, float]:
+    """Agreement: a share that differs between documents."""
+    t = sizes(rng, n)
+    return rng.binomial(t.astype(int), rng.beta(20, 4, n)).astype(float), t, 20 / 24
+
+
+@pytest.mark.parametrize("n", [8, 20, 60])
+@pytest.mark.parametrize("draw", [differences, divergences, agreements])
+def test_intervals_cover(draw: Callable[[np.random.Generator, int], tuple[Floats, Floats, float]], n: int) -> None:
+    rng = np.random.default_rng(n)
+    covered = naive = 0
+    for _ in range(TRIALS):
+        values, t, truth = draw(rng, n)
+        m = mean(values, t)
+        assert m.interval is not None
+        covered += m.interval[0] <= truth <= m.interval[1]
+        # An interval that takes tokens for independent, from the spread of a token inside its document.
+        token_error = 0.5 / math.sqrt(t.sum())
+        naive += abs(m.value - truth) <= 1.96 * token_error
+    assert 0.93 <= covered / TRIALS <= 0.97
+    if draw is differences:
+        assert naive / TRIALS < 0.85
+
+
+def test_a_verdict_errs_as_rarely_as_it_says() -> None:
+    rng = np.random.default_rng(1)
+    words = [verdict(mean(*differences(rng, 40, truth=0.0)[:2]), 0.001).word for _ in range(TRIALS)]
+    assert words.count("worse") <= 0.04 * TRIALS
+    assert words.count("better") <= 0.04 * TRIALS
+    assert words.count("not enough data") > 0.9 * TRIALS
+    clear = [verdict(mean(*differences(rng, 40, truth=sign * 0.06)[:2]), 0.02).word for sign in (1, -1) for _ in range(100)]
+    assert set(clear[:100]) == {"worse"}
+    assert set(clear[100:]) == {"better"}
+    equal = [verdict(mean(*differences(rng, 400, truth=0.0)[:2]), 0.02).word for _ in range(100)]
+    assert set(equal) == {"same"}
+
+
+@pytest.mark.parametrize("n", [5, 12, 40])
+def test_needs_tokens_is_about_right(n: int) -> None:
+    """As many tokens as were asked for bring the half-width to the margin, give or take a factor of 1.5 in tokens."""
+    rng, margin = np.random.default_rng(n), 0.004
+    asked = np.median([needs_tokens(mean(*differences(rng, n)[:2]), margin) for _ in range(60)])
+    widths = [mean(*differences(rng, round(asked / 274.5))[:2]).half_width for _ in range(10)]
+    assert 1 / 1.5 < (float(np.median(widths)) / margin) ** 2 < 1.5
+
+
+def test_few_clusters_have_no_interval() -> None:
+    rng = np.random.default_rng(0)
+    values, t, _ = differences(rng, MIN_CLUSTERS - 1)
+    assert mean(values, t).interval is None
+    assert verdict(mean(values, t), 0.01).word == "not enough data"
+    assert mean([3.0], [10.0]) == Mean(0.3, math.inf, None, 1, 10)
+    assert verdict(mean([3.0], [10.0]), 0.01) == Verdict("not enough data", 200)
+    assert str(Verdict("not enough data", 12000)) == "not enough data (needs about 12,000 tokens)"
+    assert str(Verdict("same")) == "same"
+
+
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(8, 60), seed=st.integers(0, 2**32 - 1), factor=st.floats(0.01, 100), shift=st.floats(-3, 3))
+def test_intervals_follow_their_data(n: int, seed: int, factor: float, shift: float) -> None:
+    """Scaling and shifting the values scales and shifts the interval; negating mirrors it; the same data give the same interval; the value lies inside."""
+    values, t, _ = differences(np.random.default_rng(seed), n)
+    low, high = mean(values, t).interval or (0, 0)
+    assert low < mean(values, t).value < high
+    assert mean(values, t).interval == (low, high)
+    assert mean(values * factor + shift * t, t).interval == pytest.approx((low * factor + shift, high * factor + shift), rel=1e-6, abs=1e-6)
+    assert mean(-values, t).interval == pytest.approx((-high, -low), rel=1e-9)
+
+
+def test_equal_values_have_an_interval_of_no_width() -> None:
+    t = np.arange(1.0, 30.0)
+    assert mean(0 * t, t).interval == (0.0, 0.0)
+    assert verdict(mean(0 * t, t), 1e-3) == Verdict("same")
+    assert mean(0.25 * t, t).interval == (0.25, 0.25)
+    assert verdict(mean([0.0, 0.0], [5.0, 5.0]), 1e-3) == Verdict("same")
+
+
+def test_many_clusters_are_pooled_without_changing_the_interval_much() -> None:
+    values, t, _ = differences(np.random.default_rng(3), 9001)
+    pooled = mean(values, t)
+    error = float(np.std(values - pooled.value * t) * math.sqrt(len(t)) / t.sum())
+    assert pooled.clusters == 9001
+    assert pooled.half_width == pytest.approx(1.96 * error, rel=0.08)

@@ -1,0 +1,181 @@
+"""`compare`: verdicts with words, exit codes, refusals, and gates that test the interval."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qforge.cli.main import main
+from qforge.errors import DataError
+from qforge.evaluate.compare import compare, read
+from qforge.types import Cluster, Evaluation
+
+
+def evaluation(*, clusters: int = 300, seed: int = 0, nll: float = 0.0, kl: float = 0.0, agree: float = 0.0, noise: float = 0.01, alone: bool = False) -> dict[str, Any]:
+    """An evaluation object; `nll`, `kl`, `agree` move its means per token, with paired noise of another seed when they do."""
+    base, own = np.random.default_rng(99), np.random.default_rng(seed)
+    tokens = base.integers(200, 256, clusters)
+    reference = base.normal(1.7, 0.3, clusters)
+    level = base.lognormal(-2.7, 0.3, clusters)
+    wobble = own.normal(0, noise, clusters) if seed else np.zeros(clusters)
+    rows = [
+        Cluster(
+            int(t), float((r + 0.05 + nll + w) * t), None if alone else float(r * t), None if alone else float((k + kl + w / 10) * t), None if alone else round((0.9 + agree) * t)
+        )
+        for t, r, k, w in zip(tokens, reference, level, wobble, strict=True)
+    ]
+    n = sum(c.tokens for c in rows)
+    made = Evaluation(
+        "ab" * 32,
+        {"window": 256, "bos": True},
+        "qforge 0.1.0",
+        n,
+        {"perplexity": float(np.exp(sum(c.nll_candidate for c in rows) / n))},
+        rows,
+        kl_mean=None if alone else sum(c.kl_sum or 0 for c in rows) / n,
+    )
+    return json.loads(json.dumps(asdict(made)))
+
+
+def write(folder: Path, name: str, data: object) -> Path:
+    path = folder / name
+    path.write_text(json.dumps(data))
+    return path
+
+
+def run(*args: object) -> int:
+    with pytest.raises(SystemExit) as e:
+        main(["compare", *map(str, args)])
+    return int(e.value.code or 0)
+
+
+def verdicts(a: dict[str, Any], b: dict[str, Any], folder: Path) -> dict[str, str]:
+    result = compare(read(write(folder, "a.json", a)), read(write(folder, "b.json", b)))
+    return {r.name: str(r.verdict) for r in result.rows}
+
+
+def test_an_identical_pair_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path, "a.json", evaluation()), write(tmp_path, "b.json", evaluation())
+    assert run(a, b) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("PASSED: the same")
+    assert out.count(" same") >= 3
+    assert verdicts(evaluation(clusters=2), evaluation(clusters=2), tmp_path) == {"perplexity": "same", "kl_mean": "same", "top1_agreement": "same"}
+
+
+def test_worse_fails_and_the_way_back_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path, "a.json", evaluation()), write(tmp_path, "b.json", evaluation(seed=1, nll=0.02, kl=0.005, agree=-0.02))
+    assert run(a, b) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("FAILED: significantly worse in perplexity, KL divergence, top-1 agreement")
+    assert "+2." in out
+    assert run(b, a) == 0
+    assert capsys.readouterr().out.startswith("PASSED: better")
+
+
+@pytest.mark.parametrize(("change", "name"), [({"nll": 0.01}, "perplexity"), ({"kl": 0.002}, "kl_mean"), ({"agree": -0.02}, "top1_agreement")])
+def test_each_figure_can_fail_alone(tmp_path: Path, change: dict[str, float], name: str) -> None:
+    got = verdicts(evaluation(), evaluation(**change), tmp_path)  # type: ignore[arg-type]
+    assert {k for k, v in got.items() if v == "worse"} == {name}
+    assert run(tmp_path / "a.json", tmp_path / "b.json") == 1
+
+
+def test_a_difference_below_the_margin_is_the_same(tmp_path: Path) -> None:
+    assert verdicts(evaluation(), evaluation(nll=0.0005), tmp_path)["perplexity"] == "same"
+    assert verdicts(evaluation(), evaluation(nll=0.0015), tmp_path)["perplexity"] == "worse"
+
+
+def test_a_short_text_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path, "a.json", evaluation(clusters=1)), write(tmp_path, "b.json", evaluation(clusters=1, seed=1, nll=0.01))
+    assert run(a, b) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("PASSED, but this text is too short to tell")
+    assert "not enough data (needs about" in out
+    noisy = verdicts(evaluation(clusters=30), evaluation(clusters=30, seed=1, noise=0.1), tmp_path)["perplexity"]
+    assert noisy.startswith("not enough data (needs about ")
+    # 1.96 * 0.1 / sqrt(n windows) = 0.001 at about 38,000 windows of 228 tokens
+    assert 8.8e6 / 1.5 < int(noisy.split("about ")[1].split(" ")[0].replace(",", "")) < 8.8e6 * 1.5
+
+
+def test_gates_decide_by_the_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path, "a.json", evaluation()), write(tmp_path, "b.json", evaluation(seed=1, nll=0.02))
+    assert run(a, b, "--gate", "perplexity_ratio <= 1.05") == 0
+    assert run(a, b, "--gate", "perplexity_ratio <= 1.01") == 1
+    assert "FAILED: perplexity_ratio beyond the limit" in capsys.readouterr().out
+    assert run(a, b, "--gate", "perplexity_ratio <= 1.05", "--gate", "kl_mean_change <= -0.01") == 1
+    assert run(a, b, "--gate", "top1_agreement >= 0.8", "--gate", "kl_mean <= 0.2", "--gate", "perplexity <= 100", "--gate", "top1_agreement_change >= -0.01") == 0
+    capsys.readouterr()
+    ratio = compare(read(a), read(b)).rows[0].change
+    assert run(a, b, "--gate", f"perplexity_ratio <= {ratio - 1e-6}") == 0
+    assert "not sure" in capsys.readouterr().out
+
+
+def test_results_json_and_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write(tmp_path, "a.json", {"evaluation": evaluation(), "recipe_sha256": "0" * 64, "model": {"source": "m"}, "artifact": {"bits_per_weight": 4.25}})
+    b = write(tmp_path, "b.json", {"evaluation": evaluation(), "recipe_sha256": "1" * 64, "model": {"source": "m"}, "artifact": {"bits_per_weight": 4.5}})
+    assert run(a, b) == 0
+    out = capsys.readouterr().out
+    assert "recipe: 000000000000 -> 111111111111" in out
+    assert "bits per weight: 4.25 -> 4.5" in out
+    assert "model:" not in out
+    assert run(a, write(tmp_path, "c.json", evaluation())) == 0
+
+
+def test_perplexity_alone_is_compared_where_one_side_has_no_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path, "a.json", evaluation(alone=True)), write(tmp_path, "b.json", evaluation(seed=1, nll=0.02))
+    assert run(a, b) == 1
+    assert "at least one side was evaluated without --against" in capsys.readouterr().out
+    assert run(a, b, "--gate", "kl_mean <= 1") == 2
+    assert "kl_mean is not known here; allowed are perplexity_ratio, perplexity" in capsys.readouterr().err
+
+
+def test_another_original_is_named(tmp_path: Path) -> None:
+    other = evaluation()
+    for c in other["clusters"]:
+        c["nll_reference"] *= 1.1
+    result = compare(read(write(tmp_path, "a.json", evaluation())), read(write(tmp_path, "b.json", other)))
+    assert "different originals" in result.notes[0]
+
+
+def changed(**values: object) -> dict[str, Any]:
+    return {**evaluation(), **values}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (changed(text_sha256="cd" * 32), "different texts"),
+        (changed(protocol={"window": 512, "bos": True}), "window: 256 and 512"),
+        (evaluation(clusters=299), "different clusters of tokens"),
+        ({"evaluation": None}, "was not evaluated"),
+        ({"evaluation": []}, "no JSON object"),
+        ({"outputs": []}, "no evaluation: text_sha256, protocol, tokens, candidate, clusters is missing"),
+        ([1, 2], "no JSON object"),
+        (changed(clusters=[]), "clusters is no list"),
+        (changed(clusters=[{"tokens": 0, "nll_candidate": 1.0}], kl_mean=None), r"clusters\[0\]\.tokens is 0"),
+        (changed(clusters=[{"tokens": 5, "nll_candidate": float("nan")}], kl_mean=None), r"nll_candidate is nan"),
+        (changed(clusters=[{"tokens": 5, "nll_candidate": 1.0}]), r"clusters\[0\]\.nll_reference is None"),
+    ],
+)
+def test_refuses_with_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], data: object, message: str) -> None:
+    a, b = write(tmp_path, "a.json", evaluation()), write(tmp_path, "b.json", data)
+    with pytest.raises(DataError, match=message):
+        compare(read(a), read(b))
+    assert run(a, b) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_refuses_what_is_no_json_or_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write(tmp_path, "a.json", evaluation())
+    (tmp_path / "text").write_bytes(b"\xff\xfe not json")
+    assert run(a, tmp_path / "text") == 2
+    assert run(a, tmp_path / "missing.json") == 2
+    assert run(tmp_path, a) == 2
+    for gate in ("about one", "perplexity_ratio", "size_ratio <= 1", "perplexity_ratio == 1"):
+        assert run(a, a, "--gate", gate) == 2
+    assert "internal" not in capsys.readouterr().err

@@ -1,0 +1,165 @@
+"""Perplexity, KL divergence and agreement against a plain fp64 computation on stored logits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qforge.engines.base import chunks
+from qforge.errors import DataError, NumericalError, UnsupportedError
+from qforge.evaluate.divergence import evaluate, score_windows
+
+VOCABULARY = 311
+
+
+@dataclass
+class Stored:
+    """A scorer over stored logits `[window][positions, V]`; remembers how many chunks were alive at once."""
+
+    logits: list[torch.Tensor]
+    name: str = "stored"
+    version: str = "1"
+
+    def score(self, windows: list[list[int]]) -> Iterator[torch.Tensor]:
+        for window, logits in zip(windows, self.logits, strict=True):
+            for start, stop in chunks(len(window)):
+                yield logits[start:stop]
+
+
+@dataclass
+class Windows:
+    ids: list[list[int]]
+    documents: list[int]
+    sha256: str = "a" * 64
+    protocol: dict[str, Any] = field(default_factory=lambda: {"window": 300})
+
+
+def problem(lengths: list[int], seed: int = 0, spread: float = 4.0) -> tuple[Stored, Stored, Windows]:
+    g = torch.Generator().manual_seed(seed)
+    theirs = [torch.randn(n - 1, VOCABULARY, generator=g) * spread + 7 for n in lengths]
+    ours = [t + torch.randn(t.shape, generator=g) * 0.5 - 3 for t in theirs]
+    ids = [torch.randint(VOCABULARY, (n,), generator=g).tolist() for n in lengths]
+    return Stored(ours, "ours"), Stored(theirs, "theirs"), Windows(ids, [0] * len(lengths))
+
+
+def dense(ours: Stored, theirs: Stored, windows: Windows) -> dict[str, np.ndarray]:
+    """The same figures written plainly: all positions, fp64, log-softmax."""
+    p, q = (torch.cat(s.logits).double().log_softmax(-1) for s in (theirs, ours))
+    y = torch.tensor([t for w in windows.ids for t in w[1:]])[:, None]
+    return {
+        "nll": -q.gather(1, y)[:, 0].numpy(),
+        "nll_reference": -p.gather(1, y)[:, 0].numpy(),
+        "kl": (p.exp() * (p - q)).sum(-1).numpy(),
+        "agree": (p.argmax(-1) == q.argmax(-1)).numpy(),
+    }
+
+
+@pytest.mark.parametrize("spread", [0.01, 4.0, 30.0])
+@pytest.mark.parametrize("lengths", [[2], [129, 130, 2, 300], [257] * 9])
+def test_equals_a_plain_fp64_computation(lengths: list[int], spread: float) -> None:
+    ours, theirs, windows = problem(lengths, spread=spread)
+    want = dense(ours, theirs, windows)
+    tokens = list(score_windows(ours, theirs, windows.ids))
+    for name in ("nll", "nll_reference", "kl", "agree"):
+        np.testing.assert_allclose(np.concatenate([getattr(t, name) for t in tokens]), want[name], rtol=1e-6, atol=1e-6)
+    got = evaluate(ours, theirs, windows)
+    assert got.tokens == sum(lengths) - len(lengths)
+    assert got.candidate["perplexity"] == pytest.approx(math.exp(want["nll"].mean()), rel=1e-6)
+    assert got.reference is not None
+    assert got.reference["perplexity"] == pytest.approx(math.exp(want["nll_reference"].mean()), rel=1e-6)
+    assert got.perplexity_ratio == pytest.approx(math.exp((want["nll"] - want["nll_reference"]).mean()), rel=1e-6)
+    assert got.kl_mean == pytest.approx(want["kl"].mean(), abs=1e-6)
+    assert got.kl_p99 == pytest.approx(np.percentile(want["kl"], 99), abs=1e-6)
+    assert got.top1_agreement == want["agree"].mean()
+
+
+def test_equal_models_have_no_divergence_at_all() -> None:
+    ours, _, windows = problem([200] * 10)
+    got = evaluate(ours, ours, windows)
+    assert (got.perplexity_ratio, got.kl_mean, got.kl_p99, got.top1_agreement) == (1.0, 0.0, 0.0, 1.0)
+    assert (got.perplexity_ratio_ci95, got.kl_mean_ci95, got.top1_agreement_ci95) == ((1.0, 1.0), (0.0, 0.0), (1.0, 1.0))
+
+
+def test_a_candidate_alone_has_only_its_perplexity() -> None:
+    ours, theirs, windows = problem([60, 70])
+    alone, beside = evaluate(ours, None, windows), evaluate(ours, theirs, windows)
+    assert alone.candidate == beside.candidate
+    assert alone.engine == "ours 1"
+    assert beside.reference_engine == "theirs 1"
+    assert (alone.reference, alone.perplexity_ratio, alone.kl_mean, alone.kl_p99, alone.top1_agreement) == (None,) * 5
+    assert all(c.kl_sum is None and c.nll_reference is None and c.agree is None for c in alone.clusters)
+
+
+def test_clusters_are_documents_where_there_are_enough() -> None:
+    ours, theirs, windows = problem([40] * 20)
+    by_window = evaluate(ours, theirs, windows)
+    assert [c.tokens for c in by_window.clusters] == [39] * 20
+    assert by_window.protocol == {"window": 300, "cluster": "window"}
+    by_document = evaluate(ours, theirs, Windows(windows.ids, [i // 2 for i in range(20)]))
+    assert [c.tokens for c in by_document.clusters] == [78] * 10
+    assert by_document.protocol["cluster"] == "document"
+    assert by_document.kl_mean == pytest.approx(by_window.kl_mean, rel=1e-12)
+    few = evaluate(ours, theirs, Windows(windows.ids, [i // 5 for i in range(20)]))
+    assert few.protocol["cluster"] == "window"
+
+
+def test_sums_of_clusters_give_the_figures() -> None:
+    ours, theirs, windows = problem([40, 50, 60])
+    got = evaluate(ours, theirs, windows)
+    assert got.perplexity_ratio_ci95 is None
+    assert math.exp(sum(c.nll_candidate for c in got.clusters) / got.tokens) == pytest.approx(got.candidate["perplexity"], rel=1e-12)
+    assert sum(c.kl_sum or 0 for c in got.clusters) / got.tokens == pytest.approx(got.kl_mean, rel=1e-12)
+    assert sum(c.agree or 0 for c in got.clusters) / got.tokens == got.top1_agreement
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", [0, 1])
+def test_refuses_logits_that_are_no_numbers_and_says_where(bad: float, which: int) -> None:
+    scorers = problem([100, 300])
+    scorers[which].logits[1][130, 5] = bad
+    with pytest.raises(NumericalError, match=rf"{('ours', 'theirs')[which]}: window 1, positions 128\.\.255: 1 of .*first in position 2"):
+        evaluate(*scorers)
+
+
+def test_a_padded_vocabulary_is_compared_on_the_common_part() -> None:
+    ours, theirs, windows = problem([100] * 3)
+    want = evaluate(ours, theirs, windows)
+    padded = Stored([torch.cat([t, torch.full((t.shape[0], 9), -60.0)], 1) for t in theirs.logits], "padded")
+    assert evaluate(ours, padded, windows).kl_mean == want.kl_mean
+    assert evaluate(padded, ours, windows).reference == want.candidate
+
+
+def test_other_vocabularies_are_refused() -> None:
+    ours, theirs, windows = problem([100] * 3)
+    larger = Stored([torch.cat([t, torch.full((t.shape[0], 9), 17.0)], 1) for t in theirs.logits], "larger")
+    with pytest.raises(UnsupportedError, match="311 and 320 tokens"):
+        evaluate(ours, larger, windows)
+    smaller = Stored([t[:, :50] for t in theirs.logits], "smaller")
+    with pytest.raises(UnsupportedError, match="vocabulary of 50"):
+        evaluate(smaller, None, windows)
+
+
+def test_nothing_to_score() -> None:
+    with pytest.raises(DataError, match="no full window"):
+        evaluate(Stored([]), None, Windows([], []))
+
+
+def test_reads_both_models_chunk_by_chunk() -> None:
+    order: list[str] = []
+
+    class Slow(Stored):
+        def score(self, windows: list[list[int]]) -> Iterator[torch.Tensor]:
+            for chunk in super().score(windows):
+                order.append(self.name)
+                yield chunk
+
+    ours, theirs, windows = problem([300, 300])
+    evaluate(Slow(ours.logits, "ours"), Slow(theirs.logits, "theirs"), windows)
+    assert [k for k, _ in itertools.groupby(order)] == ["ours", "theirs"] * 6

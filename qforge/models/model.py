@@ -94,7 +94,7 @@ def open_model(source: str, *, folder: Path = Path("."), revision: str | None = 
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelError(f"dtype '{dtype}' is not available; use auto, {', '.join(DTYPES)}")
-    path = _locate(source, folder, revision, trust_remote_code)
+    path = locate(source, folder, revision, trust_remote_code=trust_remote_code)
     if path.is_file():
         from qforge.models.gguf_model import open_gguf
 
@@ -104,17 +104,24 @@ def open_model(source: str, *, folder: Path = Path("."), revision: str | None = 
     return _open_directory(source, path, dtype, trust_remote_code)
 
 
-def _locate(source: str, folder: Path, revision: str | None, trust_remote_code: bool) -> Path:
-    if source == "demo":
+def locate(source: str, folder: Path, revision: str | None = None, *, what: str = "model", trust_remote_code: bool = False) -> Path:
+    """The file or folder that a source names; downloaded where it is a hub id or `demo`.
+
+    Raises:
+        ModelError: there is no such path, and it cannot be a hub id.
+        MissingCapabilityError: it must be downloaded, and that is not possible here.
+    """
+    if source == "demo" and what == "model":
         from qforge.models.demo import demo_file
 
         return demo_file()
     path = folder / Path(source).expanduser()
-    if path.exists():
+    if source and path.exists():
         return path
-    first = folder / Path(source).parts[0] if source else folder
-    if not _HUB_ID.fullmatch(source) or source.endswith((".gguf", ".safetensors")) or ("/" in source and first.exists()):
-        raise ModelError(f"there is no model at '{source}' (looked for {path.absolute()}); give a Hugging Face directory, a .gguf file, a hub id, or demo")
+    near = "/" in source and (folder / Path(source).parts[0]).exists()
+    if not _HUB_ID.fullmatch(source) or source.endswith((".gguf", ".safetensors")) or near:
+        allowed = "a Hugging Face directory, a .gguf file, a hub id, or demo" if what == "model" else "the folder that peft's save_pretrained wrote, or a hub id"
+        raise ModelError(f"there is no {what} at '{source}' (looked for {path.absolute()}); give {allowed}")
     from qforge.models.hub import download
 
     return download(source, revision, trust_remote_code=trust_remote_code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -108,24 +109,13 @@ class GgufExporter:
         tensors = list(self.tensors(model))
         label = self._label(tensors)
         path = folder / f"model-{label.lower()}.gguf"
-        with atomic(path) as temporary:
-            writer = GGUFWriter(temporary, GGUF_ARCHITECTURES[model.config.model_type])
+        with atomic(path) as temporary, contextlib.closing(GGUFWriter(temporary, GGUF_ARCHITECTURES[model.config.model_type])) as writer:
             writer.add_type("model")
             writer.add_file_type(int(_FILE_TYPES[label]))
             writer.add_quantization_version(2)
             add_metadata(writer, model.spec)
             add_vocabulary(writer, model.tokenizer(), model.config.vocab_size)
-            for t in tensors:
-                shape = (*t.shape[:-1], t.row_bytes)
-                writer.add_tensor_info(t.name, shape, np.dtype(np.uint8), t.nbytes, raw_dtype=t.type)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            for t in tensors:
-                data = t.read()
-                assert data.nbytes == t.nbytes, (t.name, data.nbytes, t.nbytes)
-                writer.write_tensor_data(data)
-            writer.close()
+            _write_tensors(writer, tensors)
         return [path]
 
     def _label(self, tensors: list[Tensor]) -> str:
@@ -166,6 +156,18 @@ class GgufExporter:
         dtype = torch.float32 if len(info.shape) < 2 else _FLOATS.get(self.type, info.dtype)
         kind = GGMLQuantizationType[next(k for k, d in _FLOATS.items() if d is dtype).upper()]
         return Tensor(gguf_name, kind, info.shape, lambda: _bytes(plain(model, name).to(dtype)))
+
+
+def _write_tensors(writer: GGUFWriter, tensors: list[Tensor]) -> None:
+    for t in tensors:
+        writer.add_tensor_info(t.name, (*t.shape[:-1], t.row_bytes), np.dtype(np.uint8), t.nbytes, raw_dtype=t.type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for t in tensors:
+        data = t.read()
+        assert data.nbytes == t.nbytes, (t.name, data.nbytes, t.nbytes)
+        writer.write_tensor_data(data)
 
 
 def permuted(model: Model, module: str) -> QuantizedLinear:

@@ -7,6 +7,7 @@ import json
 import pytest
 import tiny
 import torch
+from quantized_models import rtn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qforge import numerics
@@ -16,22 +17,6 @@ from qforge.files import sha256_tree
 from qforge.models.model import open_model
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
-
-
-def rtn(model, text="int4-g32-sym", overrides=None, head=False, ignore=()):
-    """Schemes and RTN linears of a model: `text` for all projections, `overrides` by the last part of the name."""
-    names = [n.removesuffix(".weight") for n in model.weights.names() if n.endswith("_proj.weight")]
-    last = {n: n.rsplit(".", 1)[-1] for n in names}
-    schemes = {n: parse((overrides or {}).get(last[n], text)) for n in names if last[n] not in ignore}
-    if head:
-        schemes["lm_head"] = parse(text)
-
-    def linear(name):
-        stored = f"{name}.weight" if f"{name}.weight" in model.weights.names() else "model.embed_tokens.weight"
-        weight = model.weights.read(stored).float()
-        return numerics.quantize(weight, schemes[name], *numerics.minmax_parameters(weight, schemes[name]))
-
-    return schemes, linear
 
 
 def in_transformers(folder, dtype=torch.float32):

@@ -1,0 +1,131 @@
+"""GPTQ checkpoints (AutoGPTQ's format, which GPTQModel, vLLM, optimum and ONNX Runtime's builders read), with the artifact's integers unchanged."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qforge import __version__
+from qforge.errors import UnsupportedError
+from qforge.export.hf import HEAD, checkpoint_pieces, config_json, copy_assets, unquantized_linears, weight_shape, write_json
+from qforge.export.writer import SHARD_BYTES, Piece, write_safetensors
+from qforge.files import atomic_folder
+from qforge.layouts.autogptq import AutoGptq
+from qforge.layouts.bits import words_for
+from qforge.models.model import Model
+from qforge.models.weights import TensorInfo
+from qforge.scheme import Per, Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class GptqExporter:
+    """The exporter (see docs/architecture.md).
+
+    Symmetric checkpoints are written as `checkpoint_format: gptq` (version 1, which every reader knows), asymmetric ones as `gptq_v2`:
+    version 1 stores zero points minus one and cannot hold zero.
+    """
+
+    name: str = "gptq"
+    shard_bytes: int = SHARD_BYTES
+
+    def check(self, model: Model) -> str | None:
+        """Why the model cannot be written; None if it can."""
+        if not model.schemes:
+            return "the model is not quantized, and a GPTQ checkpoint holds quantized weights"
+        layout = layout_for(model.schemes)
+        for name, scheme in model.schemes.items():
+            reason = layout.supports(scheme) or layout.problem_with(*weight_shape(model, name), scheme.bits)
+            if reason:
+                return f"{name}: {reason}"
+        if len({s.symmetric for s in model.schemes.values()}) > 1:
+            return "a GPTQ checkpoint is symmetric or asymmetric as a whole, and this model has layers of both kinds"
+        return None
+
+    def write(self, model: Model, folder: Path) -> list[Path]:
+        """Write the checkpoint to `folder`, which it replaces.
+
+        Raises:
+            UnsupportedError: `check` says why not, or a value does not fit (a scale that is not exact in fp16).
+            OutputError: the folder cannot be written.
+        """
+        reason = self.check(model)
+        if reason:
+            raise UnsupportedError(f"GPTQ: {reason}")
+        layout = layout_for(model.schemes)
+        ordered = False
+
+        def packed(module: str) -> Piece:
+            def read() -> dict[str, torch.Tensor]:
+                nonlocal ordered
+                q = model.linear(module)
+                ordered = ordered or q.group_index is not None
+                return {f"{module}.{name}": tensor for name, tensor in layout.pack(q).items()}
+
+            return Piece({f"{module}.{name}": info for name, info in _infos(model.schemes[module], *weight_shape(model, module)).items()}, read)
+
+        with atomic_folder(folder) as temporary:
+            write_safetensors(temporary, checkpoint_pieces(model, model.schemes, packed), shard_bytes=self.shard_bytes)
+            settings = quantization_config(model.schemes, unquantized_linears(model, model.schemes), desc_act=ordered)
+            write_json(temporary / "config.json", config_json(model.config, model.dtype) | {"quantization_config": settings})
+            write_json(temporary / "quantize_config.json", settings)
+            copy_assets(model.assets, temporary)
+        return sorted(p for p in folder.rglob("*") if p.is_file())
+
+
+def layout_for(schemes: Mapping[str, Scheme]) -> AutoGptq:
+    """Version 1 for symmetric schemes, version 2 for asymmetric ones."""
+    return AutoGptq(1 if all(s.symmetric for s in schemes.values()) else 2)
+
+
+def quantization_config(schemes: Mapping[str, Scheme], unquantized: list[str], *, desc_act: bool) -> dict[str, Any]:
+    """What config.json says of the quantization: the commonest scheme, and by GPTQModel's `dynamic` rules every linear of a block that differs from it."""
+    common = Counter(_settings(s) for s in schemes.values()).most_common(1)[0][0]
+    bits, group_size = common
+    rules: dict[str, dict[str, int]] = {f"-:^{re.escape(name)}$": {} for name in unquantized if name != HEAD}
+    for name, scheme in schemes.items():
+        if _settings(scheme) != common:
+            other_bits, other_size = _settings(scheme)
+            rules[f"+:^{re.escape(name)}$"] = {"bits": other_bits, "group_size": other_size}
+    symmetric = all(s.symmetric for s in schemes.values())
+    config: dict[str, Any] = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group_size,
+        "sym": symmetric,
+        "desc_act": desc_act,
+        "static_groups": False,
+        "true_sequential": True,
+        "damp_percent": 0.01,
+        "lm_head": HEAD in schemes,
+        "checkpoint_format": "gptq" if symmetric else "gptq_v2",
+        "pack_dtype": "int32",
+        "meta": {"quantizer": [f"qforge:{__version__}"]},
+    }
+    return config | ({"dynamic": rules} if rules else {})
+
+
+def _settings(scheme: Scheme) -> tuple[int, int]:
+    return scheme.bits, scheme.granularity.columns if scheme.granularity.per is Per.GROUP else -1
+
+
+def _infos(scheme: Scheme, out_features: int, in_features: int) -> dict[str, TensorInfo]:
+    columns = scheme.scale_shape(out_features, in_features)[1]
+    return {
+        "qweight": TensorInfo((words_for(in_features, scheme.bits), out_features), torch.int32),
+        "qzeros": TensorInfo((columns, words_for(out_features, scheme.bits)), torch.int32),
+        "scales": TensorInfo((columns, out_features), torch.float16),
+        "g_idx": TensorInfo((in_features,), torch.int32),
+    }
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The quantization settings of a GPTQ checkpoint that this exporter wrote."""
+    found: dict[str, Any] = json.loads((folder / "config.json").read_bytes())["quantization_config"]
+    return found

@@ -1,0 +1,176 @@
+"""GGUF files: tensors equal by the gguf package, metadata complete, and what llama.cpp cannot be told is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+import tiny
+import torch
+from quantized_models import quantized
+
+from qforge.errors import UnsupportedError
+from qforge.export.gguf import GgufExporter
+from qforge.export.gguf_metadata import metadata_problem, rope_factors
+from qforge.export.verify import seeded_prompts, verify_gguf_weights
+from qforge.models.model import open_model
+from qforge.types import RopeSpec
+
+FAMILIES = {"llama": {}, "mistral": {"sliding_window": 64}, "qwen2": {}, "qwen3": {}, "gemma3_text": {"layers": 7, "sliding_window": 32, "query_pre_attn_scalar": 16}}
+
+
+def opened(tmp_path, family="llama", dtype=torch.float32, **options):
+    return open_model(str(tiny.make(tmp_path / f"source-{family}", family, dtype=dtype, **{"layers": 2, **FAMILIES[family], **options})))
+
+
+def fields(path):
+    return {f.name: f.contents() for f in gguf.GGUFReader(path).fields.values()}
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("int4-g32-sym", "q4_0"), ("int4-g32-asym", "q5_0"), ("int8-channel-sym", "q8_0"), ("int4-channel-sym", "q4_0"), ("int3-g64-asym", "q4_0"), ("int5-g32-asym", "q8_0")],
+)
+def test_auto_takes_the_smallest_type_that_holds_the_integers(tmp_path, text, kind):
+    model = quantized(opened(tmp_path), text)
+    exporter = GgufExporter()
+    assert exporter.check(model) is None
+    (path,) = exporter.write(model, tmp_path / "out")
+    assert path.name == f"model-{kind}.gguf"
+    assert verify_gguf_weights(path, model).weights_equal
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_families(tmp_path, family, dtype, tied):
+    model = quantized(opened(tmp_path, family, dtype, tied=tied), "int4-g32-sym", overrides={"down_proj": "int8-g64-sym"}, ignore=("o_proj",))
+    (path,) = GgufExporter().write(model, tmp_path / "out")
+    found = verify_gguf_weights(path, model)
+    assert found.weights_equal, found.note
+    assert ("output.weight" in {t.name for t in gguf.GGUFReader(path).tensors}) is not tied
+
+
+@pytest.mark.parametrize("text", ["int4-g32-sym", "int4-g48-asym"])
+def test_the_f32_twin_holds_any_scheme(tmp_path, text):
+    model = quantized(opened(tmp_path, hidden=96, heads=3, kv_heads=3, intermediate=96), text, head=True)
+    exporter = GgufExporter("f32")
+    (path,) = exporter.write(model, tmp_path / "out")
+    assert path.name == "model-f32.gguf"
+    assert exporter.lossless(model)
+    assert verify_gguf_weights(path, model).weights_equal
+
+
+def test_sixteen_bit_types_say_that_they_round(tmp_path):
+    model = quantized(opened(tmp_path))
+    (path,) = GgufExporter("f16").write(model, tmp_path / "out")
+    assert not GgufExporter("f16").lossless(model)
+    assert verify_gguf_weights(path, model).weights_equal is False
+    plain = opened(tmp_path, "qwen2", torch.bfloat16)
+    (path,) = GgufExporter("bf16").write(plain, tmp_path / "out")
+    assert GgufExporter("bf16").lossless(plain)
+    assert verify_gguf_weights(path, plain).weights_equal
+
+
+def test_verification_sees_one_wrong_byte(tmp_path):
+    model = quantized(opened(tmp_path))
+    (path,) = GgufExporter().write(model, tmp_path / "out")
+    tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.1.ffn_up.weight")
+    data = bytearray(path.read_bytes())
+    data[tensor.data_offset + 18 * 7 + 5] ^= 0x10
+    path.write_bytes(data)
+    found = verify_gguf_weights(path, model)
+    assert found.weights_equal is False
+    assert "model.layers.1.mlp.up_proj" in found.note
+
+
+def test_metadata(tmp_path):
+    model = quantized(opened(tmp_path, "mistral"))
+    (path,) = GgufExporter().write(model, tmp_path / "out")
+    found = fields(path)
+    assert found["general.architecture"] == "llama"
+    assert found["llama.context_length"] == 64  # llama.cpp has no sliding window there
+    assert found["llama.rope.dimension_count"] == found["llama.attention.key_length"] == 16
+    assert found["tokenizer.ggml.model"] == "gpt2"
+    assert found["tokenizer.ggml.pre"] == "gpt-2"
+    assert found["tokenizer.ggml.tokens"][:3] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert found["tokenizer.ggml.token_type"][:4] == [3, 3, 3, 1]
+    assert found["tokenizer.ggml.add_bos_token"] is False
+    assert "<|im_start|>" in found["tokenizer.chat_template"]
+    assert not any(str(tmp_path) in str(v) for v in found.values())
+
+
+def test_equal_models_give_equal_bytes(tmp_path):
+    source = opened(tmp_path)
+    files = [GgufExporter().write(quantized(source), tmp_path / out)[0].read_bytes() for out in ("a", "b")]
+    assert files[0] == files[1]
+
+
+def test_llama3_rotary_factors_are_transformers_own(tmp_path):
+    scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    model = opened(tmp_path, rope_parameters=scaling, hidden=256, heads=4)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, torch.device("cpu"))
+    unscaled = 500000.0 ** (-np.arange(0, 64, 2) / 64)
+    np.testing.assert_allclose(unscaled / rope_factors(model.spec), scaled.numpy(), rtol=1e-5)
+    (path,) = GgufExporter().write(quantized(model), tmp_path / "out")
+    assert "rope_freqs.weight" in {t.name for t in gguf.GGUFReader(path).tensors}
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "reason"),
+    [
+        ("int4-g32-asym", "q4_0", "type q5_0 does"),
+        ("int8-channel-sym", "q4_0", "type q8_0 does"),
+        ("int8-channel-asym", "auto", "no GGUF type holds"),
+        ("int4-g16-sym", "auto", "multiple of 32"),
+        ("fp8-e4m3-channel", "auto", "no GGUF type holds"),
+        ("int4-g32-sym@f32", "auto", "no GGUF type holds"),
+        ("int4-g32-sym", "q9_9", "not available"),
+    ],
+)
+def test_what_gguf_cannot_hold(tmp_path, text, kind, reason):
+    model = quantized(opened(tmp_path), text)
+    assert reason in GgufExporter(kind).check(model)
+    with pytest.raises(UnsupportedError, match=reason):
+        GgufExporter(kind).write(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_llama_cpp_cannot_be_told(tmp_path):
+    source = opened(tmp_path)
+    assert "not quantized" in GgufExporter("q4_0").check(source)
+    assert "no GGUF form" in GgufExporter().check(replace(source, spec=None))
+    gemma = opened(tmp_path, "gemma3_text").spec
+    assert metadata_problem(gemma) is None
+    assert "other" in metadata_problem(replace(gemma, layer_windows=(32,) * 7))
+    assert "rotary base" in metadata_problem(replace(gemma, layer_ropes=(RopeSpec(5.0),) * 7))
+    assert "scales queries" in metadata_problem(replace(gemma, attention_scale=0.1))
+    yarn = RopeSpec(1e4, "yarn", (("factor", 4.0), ("attention_factor", 2.0)))
+    assert "attention factor" in metadata_problem(replace(source.spec, layer_ropes=(yarn, yarn)))
+
+
+def test_groups_in_activation_order_leave_nothing(tmp_path):
+    model = quantized(opened(tmp_path))
+
+    def shuffled(name):
+        q = model.linears(name)
+        return replace(q, group_index=torch.arange(q.in_features).int() % q.scales.shape[1])
+
+    with pytest.raises(UnsupportedError, match="activation order"):
+        GgufExporter().write(replace(model, linears=shuffled), tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_seeded_prompts_are_prefixes_and_differ():
+    windows = [list(range(i, i + 200)) for i in range(3)] + [[1, 2, 3]]
+    prompts = seeded_prompts(windows)
+    assert len(prompts) == 64
+    assert len({tuple(p) for p in prompts}) == 64
+    assert all(any(p == w[: len(p)] for w in windows) for p in prompts)
+    assert prompts == seeded_prompts(windows)
+    assert prompts != seeded_prompts(windows, seed=1)
+    assert max(map(len, prompts)) <= 128

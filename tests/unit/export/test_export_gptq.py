@@ -1,0 +1,97 @@
+"""GPTQ checkpoints: the artifact's integers by independent unpacking, what config.json says, and what the format cannot hold."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from quantized_models import quantized
+from safetensors.torch import load_file, save_file
+
+from qforge.errors import UnsupportedError
+from qforge.export.gptq import GptqExporter
+from qforge.export.verify import verify_gptq
+from qforge.files import sha256_tree
+from qforge.models.model import open_model
+
+
+@pytest.fixture
+def source(tmp_path):
+    return open_model(str(tiny.make(tmp_path / "source", layers=2, dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize("text", ["int4-g32-sym", "int4-g32-asym", "int8-channel-sym", "int8-g64-asym", "int2-g32-asym", "int3-g32-sym"])
+def test_integers_equal_the_artifact(tmp_path, source, text):
+    model = quantized(source, text)
+    exporter = GptqExporter()
+    assert exporter.check(model) is None
+    paths = exporter.write(model, tmp_path / "out")
+    assert {p.name for p in paths} >= {"config.json", "quantize_config.json", "model.safetensors", "tokenizer.json"}
+    found = verify_gptq(tmp_path / "out", model)
+    assert found.weights_equal, found.note
+
+
+def test_verification_sees_one_wrong_bit(tmp_path, source):
+    model = quantized(source)
+    GptqExporter().write(model, tmp_path / "out")
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.qweight"][3, 5] ^= 1 << 9
+    save_file(tensors, tmp_path / "out/model.safetensors")
+    found = verify_gptq(tmp_path / "out", model)
+    assert found.weights_equal is False
+    assert "model.layers.1.mlp.up_proj" in found.note
+
+
+def test_settings(tmp_path, source):
+    model = quantized(source, "int4-g32-sym", overrides={"down_proj": "int8-g64-sym"}, ignore=("v_proj",))
+    GptqExporter().write(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    settings = config["quantization_config"]
+    assert settings == json.loads((tmp_path / "out/quantize_config.json").read_text())
+    assert (settings["bits"], settings["group_size"], settings["sym"], settings["checkpoint_format"], settings["desc_act"]) == (4, 32, True, "gptq", False)
+    assert settings["dynamic"][r"+:^model\.layers\.0\.mlp\.down_proj$"] == {"bits": 8, "group_size": 64}
+    assert settings["dynamic"][r"-:^model\.layers\.1\.self_attn\.v_proj$"] == {}
+    assert len(settings["dynamic"]) == 4
+    assert verify_gptq(tmp_path / "out", model).weights_equal
+    assert "model.layers.0.self_attn.v_proj.weight" in load_file(tmp_path / "out/model.safetensors")
+
+
+def test_activation_order_is_kept(tmp_path, source):
+    model = quantized(source)
+
+    def shuffled(name):
+        q = model.linears(name)
+        return replace(q, group_index=torch.randperm(q.in_features, generator=torch.Generator().manual_seed(0)).int() % q.scales.shape[1])
+
+    ordered = replace(model, linears=shuffled)
+    GptqExporter().write(ordered, tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["desc_act"] is True
+    assert verify_gptq(tmp_path / "out", ordered).weights_equal
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "reason"),
+    [
+        ("int4-g32-sym", {"ignore": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")}, "not quantized"),
+        ("fp8-e4m3-channel", {}, "holds integers"),
+        ("int8-channel-sym+int8-token", {}, "activations"),
+        ("int4-g32-sym@f32", {}, "fp16"),
+        ("int4-tensor-sym", {}, "per group or per channel"),
+        ("int4-g32-sym", {"overrides": {"up_proj": "int4-g32-asym"}}, "as a whole"),
+    ],
+)
+def test_what_the_format_cannot_hold(tmp_path, source, text, options, reason):
+    model = quantized(source, text, **options)
+    assert reason in GptqExporter().check(model)
+    with pytest.raises(UnsupportedError, match=reason):
+        GptqExporter().write(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_equal_models_give_equal_bytes(tmp_path, source):
+    for out in ("a", "b"):
+        GptqExporter().write(quantized(source), tmp_path / out)
+    assert sha256_tree(tmp_path / "a") == sha256_tree(tmp_path / "b")

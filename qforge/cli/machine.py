@@ -40,6 +40,8 @@ _REQUIRED = (
     ("transformers", "model configurations and modelling code"),
     ("tokenizers", "text to tokens"),
     ("safetensors", "weights"),
+    ("accelerate", "model skeletons without memory"),
+    ("huggingface-hub", "models from the hub"),
     ("compressed-tensors", "the artifact's layout"),
     ("gguf", "GGUF files"),
     ("pydantic", "recipes"),

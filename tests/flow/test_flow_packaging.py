@@ -82,6 +82,7 @@ def test_the_wheel_holds_the_package_its_data_and_the_native_module(source: Path
     texts = {f"qforge/calibration_data/{p.name}" for p in (source / "calibration_data").iterdir() if p.suffix in (".jsonl", ".txt", ".md")}
     assert texts
     assert packaged | texts <= names
+    assert not any(n.startswith("qforge/calibration_data/") and n.endswith(".py") for n in names)
     assert any(n.startswith("qforge/ops/_native.") for n in names)
     assert any(n.endswith("licenses/LICENSE") for n in names)
     strangers = {n.split("/")[0] for n in names} - {"qforge"}

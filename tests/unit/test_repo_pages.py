@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -66,6 +67,19 @@ def test_every_dependency_has_its_reason() -> None:
         assert re.search(rf"\b{re.escape(name)}\b", page), name
     for requirement in project["dependencies"]:
         assert "<" in requirement, f"{requirement} has no upper bound"
+
+
+def test_every_import_of_the_package_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = {re.split(r"[<>=\[ ]", r)[0].replace("-", "_") for r in project["dependencies"]}
+    optional = {re.split(r"[<>=\[ ]", r)[0].replace("-", "_") for extra in project["optional-dependencies"].values() for r in extra}
+    others = {"yaml": "pyyaml", "pydantic_core": "pydantic"}
+    for path in (ROOT / "qforge").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in {n.partition(".")[0] for n in names} - set(sys.stdlib_module_names) - {"qforge", ""}:
+                allowed = required | (optional if node.col_offset or path.name.endswith("_adapter.py") else set())
+                assert others.get(name, name) in allowed, f"{path.name} imports {name}"
 
 
 def test_torch_is_pinned_inside_its_declared_range() -> None:

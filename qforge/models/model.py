@@ -19,7 +19,7 @@ from qforge.models import skeleton as skeletons
 from qforge.models.config import read_config
 from qforge.models.shards import Shards, check_index, find
 from qforge.models.spec import model_spec
-from qforge.models.weights import Cast, WeightSource, digest
+from qforge.models.weights import Cast, Renamed, WeightSource, digest
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
 from qforge.types import ModelSpec
@@ -64,7 +64,9 @@ class Model:
         """
         from qforge.models.quantized import QuantizedSource
 
-        source = self.weights.source if isinstance(self.weights, Cast) else self.weights
+        source = self.weights
+        while isinstance(source, (Cast, Renamed)):
+            source = source.source
         assert isinstance(source, QuantizedSource), name
         return source.linear(name)
 
@@ -153,8 +155,9 @@ def _open_directory(source: str, path: Path, dtype: str, trust_remote_code: bool
 def _own_dtype(config: PretrainedConfig, shards: WeightSource) -> torch.dtype:
     """The config's dtype if it is one that we store, else that of most stored floats."""
     named: Any = getattr(config, "dtype", None)
-    if named in DTYPES.values():
-        return next(d for d in DTYPES.values() if d is named)
+    known = next((d for d in DTYPES.values() if d is named), None)
+    if known is not None:
+        return known
     counts = dict.fromkeys(DTYPES.values(), 0)
     for name in shards.names():
         found = shards.info(name)

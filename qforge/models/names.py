@@ -53,7 +53,7 @@ def gguf_names(model_type: str, num_layers: int) -> dict[str, str]:
 
 
 def _block_modules(model_type: str) -> tuple[str, ...]:
-    modules = (*_ATTENTION, *_MLP, *_NORMS)
+    modules: tuple[str, ...] = (*_ATTENTION, *_MLP, *_NORMS)
     if model_type in ("qwen3", "gemma3_text"):
         modules += _QK_NORMS
     return (*modules, *_POST_NORMS) if model_type == "gemma3_text" else modules

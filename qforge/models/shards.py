@@ -71,7 +71,7 @@ class Shards:
         try:
             with open(entry.path, "rb", buffering=0) as f:
                 f.seek(entry.start)
-                _fill(f, memoryview(raw.numpy()))
+                _fill(f, memoryview(raw.numpy().data))
         except (OSError, EOFError) as e:
             raise ModelError(f"cannot read '{name}' from {entry.path}: {e}") from e
         return raw.view(entry.info.dtype).reshape(entry.info.shape)

@@ -64,7 +64,7 @@ class Renamed:
     """Another source's tensors under other names; tensors without a new name are hidden."""
 
     def __init__(self, source: WeightSource, names: dict[str, str]) -> None:
-        self._source = source
+        self.source = source
         self._names = names  # ours -> the source's
 
     def names(self) -> list[str]:
@@ -73,15 +73,15 @@ class Renamed:
 
     def info(self, name: str) -> TensorInfo:
         """As the source says."""
-        return self._source.info(self._names[name])
+        return self.source.info(self._names[name])
 
     def read(self, name: str) -> torch.Tensor:
         """As the source gives it."""
-        return self._source.read(self._names[name])
+        return self.source.read(self._names[name])
 
     def fingerprint(self) -> str:
         """Of the source and the names."""
-        return digest("renamed", self._source.fingerprint(), *(f"{a}={b}" for a, b in self._names.items()))
+        return digest("renamed", self.source.fingerprint(), *(f"{a}={b}" for a, b in self._names.items()))
 
 
 def digest(*parts: str) -> str:

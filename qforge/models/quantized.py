@@ -1,0 +1,123 @@
+"""A quantized checkpoint (compressed-tensors, GPTQ) as a source of weights: codes as stored for who wants them, dequantized fp32 weights for everybody else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from qforge import numerics
+from qforge.errors import ModelError
+from qforge.layouts.autogptq import BITS, AutoGptq
+from qforge.layouts.compressed_tensors import CompressedTensors, read_config
+from qforge.models.skeleton import Skeleton
+from qforge.models.weights import TensorInfo, WeightSource, listed
+from qforge.qlinear import QuantizedLinear
+from qforge.scheme import Granularity, Number, Per, ScaleFormat, ScaleType, Scheme, Symmetry
+
+_READABLE = ("compressed-tensors", "gptq")
+
+
+class QuantizedSource:
+    """Tensors of a quantized checkpoint; `schemes` says which linears are quantized, and how."""
+
+    def __init__(self, source: WeightSource, config: Mapping[str, Any], skeleton: Skeleton, origin: str) -> None:
+        """Find the quantized linears.
+
+        Args:
+            source: the files' tensors.
+            config: `quantization_config` of config.json.
+            origin: the checkpoint's name for messages.
+
+        Raises:
+            ModelError: a method that is not read, a malformed config, or linears without the tensors that it tells of.
+        """
+        self._source = source
+        self._origin = origin
+        self._shapes = skeleton.shapes
+        self._layout, self.schemes = _described(source, config, skeleton, origin)
+        self._parts: dict[str, list[str]] = {name: [] for name in self.schemes}
+        self._plain: list[str] = []
+        for name in source.names():
+            module, _, local = name.rpartition(".")
+            if module in self.schemes and local != "bias":
+                self._parts[module].append(local)
+            else:
+                self._plain.append(name)
+
+    def names(self) -> list[str]:
+        """Names as in the unquantized model: each quantized linear has one `.weight`."""
+        return [*self._plain, *(f"{module}.weight" for module in self.schemes)]
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape and dtype; fp32 for a quantized weight."""
+        if name.removesuffix(".weight") in self.schemes:
+            return TensorInfo(self._shapes[name], torch.float32)
+        return self._source.info(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A stored tensor, or a quantized weight dequantized in fp32.
+
+        Raises:
+            ModelError: the tensors of a quantized linear do not fit its scheme.
+        """
+        module = name.removesuffix(".weight")
+        return numerics.dequantize(self.linear(module)) if module in self.schemes and name != module else self._source.read(name)
+
+    def linear(self, name: str) -> QuantizedLinear:
+        """The quantized linear of a module, codes as stored.
+
+        Raises:
+            ModelError: its tensors do not fit its scheme.
+        """
+        tensors = {local: self._source.read(f"{name}.{local}") for local in self._parts[name]}
+        bias = f"{name}.bias"
+        if bias in self._plain:
+            tensors["bias"] = self._source.read(bias)
+        try:
+            found = self._layout.unpack(tensors, self.schemes[name])
+        except ModelError as e:
+            raise ModelError(f"{self._origin}: '{name}': {e}") from e
+        if tuple(found.codes.shape) != self._shapes[f"{name}.weight"]:
+            raise ModelError(f"{self._origin}: '{name}' holds codes {list(found.codes.shape)}, config.json tells of {list(self._shapes[f'{name}.weight'])}")
+        return found
+
+    def fingerprint(self) -> str:
+        """Of the files; schemes and config follow from config.json, which the model's own fingerprint covers through `schemes`."""
+        from qforge.models.weights import digest
+
+        return digest("quantized", self._source.fingerprint(), *(f"{name}={scheme}" for name, scheme in self.schemes.items()))
+
+
+def _described(source: WeightSource, config: Mapping[str, Any], skeleton: Skeleton, origin: str) -> tuple[AutoGptq | CompressedTensors, dict[str, Scheme]]:
+    method = str(config.get("quant_method", "unknown"))
+    if method not in _READABLE:
+        raise ModelError(f"{origin}: a checkpoint quantized with {method} is not readable yet; {' and '.join(_READABLE)} are (or start from the unquantized model)")
+    held = set(source.names())
+    if method == "gptq":
+        return AutoGptq(2 if config.get("checkpoint_format") == "gptq_v2" else 1), _gptq_schemes(config, held, skeleton, origin)
+    for key in ("sparsity_config", "transform_config", "kv_cache_scheme"):
+        if config.get(key) and config[key] != {"format": "dense"}:
+            raise ModelError(f"{origin}: quantization_config has a {key}, which qforge does not read yet")
+    tied_away = {name.removesuffix(".weight") for name in skeleton.tied} - {name.rpartition(".")[0] for name in held}
+    schemes = read_config(config, [name for name in skeleton.linears if name not in tied_away])
+    bare = [name for name in schemes if f"{name}.weight_scale" not in held]
+    if bare or not schemes:
+        what = f"describes {listed(bare)} as quantized, but the files hold no weight_scale for them" if bare else "describes no linear of this model"
+        raise ModelError(f"{origin}: quantization_config {what}")
+    return CompressedTensors(), schemes
+
+
+def _gptq_schemes(config: Mapping[str, Any], held: set[str], skeleton: Skeleton, origin: str) -> dict[str, Scheme]:
+    bits, group = config.get("bits"), config.get("group_size", -1)
+    if bits not in BITS or type(group) is not int or (group < 1 and group != -1):
+        raise ModelError(f"{origin}: a GPTQ checkpoint of {bits!r} bits in groups of {group!r} is not readable; bits {', '.join(map(str, BITS))} and a group size or -1 are")
+    if config.get("dynamic"):
+        raise ModelError(f"{origin}: this GPTQ checkpoint has settings by module ('dynamic'), which qforge does not read yet")
+    granularity = Granularity(Per.CHANNEL) if group == -1 else Granularity(Per.GROUP, group, 1)
+    scheme = Scheme(Number(f"int{bits}"), granularity, Symmetry.SYM if config.get("sym", True) else Symmetry.ASYM, ScaleFormat(ScaleType.F16))
+    schemes = {name: scheme for name in skeleton.linears if f"{name}.qweight" in held}
+    if not schemes:
+        raise ModelError(f"{origin}: quantization_config says gptq, but the files hold no qweight of this model's linears")
+    return schemes

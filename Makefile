@@ -11,6 +11,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS)
 READY := .venv/.qforge-packages
 NATIVE := .venv/.qforge-native
+BUILT := .venv/.qforge-built
 KERNELS := CMakeLists.txt $(wildcard kernels/*/*.* kernels/*/*/*.*)
 
 .PHONY: setup demo test test-slow check bench docs clean
@@ -24,10 +25,11 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(PIP) $(TORCH)
 	$(PIP) $(TORCH) -e '.[dev,llamacpp]'
-	@touch $(READY) $(NATIVE)
+	@touch $(READY) $(BUILT)
 
+# Installing the packages has just built the native module; later it is built again where a kernel has changed.
 $(NATIVE): $(READY) $(KERNELS)
-	$(PIP) --no-deps --no-build-isolation -e .
+	@if [ -e $(BUILT) ]; then rm $(BUILT); else echo "building the native module"; $(PIP) --no-deps --no-build-isolation -e .; fi
 	@touch $(NATIVE)
 
 demo: setup

@@ -37,7 +37,9 @@ def server(request: dict[str, Any]) -> Any:
 
 def next_token(running: Any, prompt: list[int], vocab_size: int) -> array.array[float]:
     """Log-probabilities `[V]` of the token after `prompt`."""
-    answer = running.handle_completions({"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": vocab_size, "cache_prompt": False})
+    # what is generated is forced to be a letter: the server gives no probabilities with a token that ends the text or half a character; those that it gives are unforced
+    forced = {"n_predict": 1, "temperature": 0, "ignore_eos": True, "logit_bias": [["a", 1e6]]}
+    answer = running.handle_completions({"prompt": prompt, "n_probs": vocab_size, "cache_prompt": False, **forced})
     answer = answer[0] if isinstance(answer, list) else answer
     if "choices" not in answer:
         raise RuntimeError(f"llama.cpp answered {str(answer)[:300]}")

@@ -42,13 +42,17 @@ def section(command: click.Command, context: click.Context, level: int, summary:
         lines += [f"    {context.command_path} {' '.join(command.collect_usage_pieces(context))}", ""]
     flags = [record for p in command.get_params(context) if isinstance(p, click.Option) and "--help" not in p.opts and (record := p.get_help_record(context))]
     if flags:
-        lines += ["| flag | |", "|---|---|", *(f"| `{names}` | {' '.join(about.split())} |".replace("|`", "`") for names, about in flags), ""]
+        lines += ["| flag | |", "|---|---|", *(f"| `{_cell(names)}` | {_cell(about)} |" for names, about in flags), ""]
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             inner = command.get_command(context, name)
             assert inner is not None
             lines += section(inner, click.Context(inner, info_name=name, parent=context), level + 1)
     return lines
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def main(arguments: list[str]) -> int:

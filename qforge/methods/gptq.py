@@ -17,7 +17,7 @@ import torch
 
 from qforge import numerics
 from qforge.errors import NumericalError
-from qforge.methods import scales
+from qforge.methods import native, scales
 from qforge.methods.base import Options, Stats, check_finite
 from qforge.qlinear import QuantizedLinear, code_dtype
 from qforge.scheme import Scheme
@@ -28,10 +28,10 @@ _DAMPING_FACTOR, _DAMPING_LIMIT = 10.0, 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Factor:
-    """What all linears with the same input share: `order [I]`, `upper [I, I]` fp32 (Cholesky factor of the inverse, in that order), or a reason for having none."""
+    """What all linears with the same input share: `order [I]`, `lower [I, I]` fp32 (U^T, in that order), or a reason for having none."""
 
     order: torch.Tensor
-    upper: torch.Tensor | None
+    lower: torch.Tensor | None
     note: str | None
 
 
@@ -60,9 +60,9 @@ class GPTQ:
         assert stats.hessian is not None
         factor = _shared_factor(stats, options)
         scale, zero = scales.choose(weight, scheme, stats.hessian.diagonal(), options.scale_search)
-        if factor.upper is None:
+        if factor.lower is None:
             return numerics.quantize(weight, scheme, scale, zero), factor.note
-        codes = _solve(weight, scheme, scale, zero, factor.order, factor.upper)
+        codes = _solve(weight, scheme, scale, zero, factor.order, factor.lower)
         return QuantizedLinear(scheme, codes, scale, zero), factor.note
 
 
@@ -87,27 +87,51 @@ def _factorize(hessian: torch.Tensor, options: Options) -> _Factor:
     damping = options.damping
     while damping <= _DAMPING_LIMIT:
         damped = hessian + torch.diag(torch.where(dead, torch.full_like(diagonal, mean), torch.full_like(diagonal, damping * mean)))
-        lower, failed = torch.linalg.cholesky_ex(damped[order][:, order].double())
-        if not failed:
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not failed and torch.isfinite(upper).all():
-                if damping != options.damping:
-                    notes.append(f"damping raised to {damping:g} to keep the Hessian positive definite")
-                return _Factor(order, upper.float().contiguous(), "; ".join(notes) or None)
+        lower = _inverse_factor(damped[order][:, order])
+        if lower is not None:
+            if damping != options.damping:
+                notes.append(f"damping raised to {damping:g} to keep the Hessian positive definite")
+            return _Factor(order, lower, "; ".join(notes) or None)
         damping = max(damping, 1e-4) * _DAMPING_FACTOR
     notes.append("the Hessian is not positive definite at any damping: rounded to nearest")
     return _Factor(order, None, "; ".join(notes))
 
 
-def _solve(weight: torch.Tensor, scheme: Scheme, scale: torch.Tensor, zero: torch.Tensor | None, order: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
+def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
+    """U^T `[I, I]` fp32 for the upper U with U^T U = H^-1, or None when H is not positive definite; computed in fp64.
+
+    U is the inverse of the upper R with R R^T = H, and R is the Cholesky factor of H with rows and columns reversed: one factorization and
+    one triangular inverse, half of the work of inverting H and factorizing again.
+    """
+    reversed_lower, failed = torch.linalg.cholesky_ex(hessian.double().flip(0, 1))
+    if failed:
+        return None
+    upper = torch.linalg.solve_triangular(reversed_lower.flip(0, 1), torch.eye(len(hessian), dtype=torch.float64), upper=True)
+    return upper.T.float().contiguous() if torch.isfinite(upper).all() else None
+
+
+def _solve(weight: torch.Tensor, scheme: Scheme, scale: torch.Tensor, zero: torch.Tensor | None, order: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
     """Codes `[O, I]` in the original column order."""
-    out_features, in_features = weight.shape
+    in_features = weight.shape[1]
+    ordered_IO = weight[:, order].T.contiguous()  # a column of the weight is one contiguous row
+    if native.runs(scheme):
+        group = (order // scheme.granularity.group_size(in_features) if scale.shape[1] > 1 else torch.zeros_like(order)).int()
+        codes_IO = native.gptq_solve(lower, ordered_IO, scale, zero, group, scheme)
+    else:
+        codes_IO = _solve_in_torch(ordered_IO, scheme, scale, zero, order, lower)
+    codes = torch.empty(weight.shape, dtype=codes_IO.dtype)
+    codes[:, order] = codes_IO.T
+    return codes
+
+
+def _solve_in_torch(remaining: torch.Tensor, scheme: Scheme, scale: torch.Tensor, zero: torch.Tensor | None, order: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """The column loop for every scheme: `remaining [I, O]` is used up, codes `[I, O]` come out, both in the order of solving."""
+    in_features, out_features = remaining.shape
 
     def per_column(values: torch.Tensor) -> torch.Tensor:
         full = numerics.expand(values, scheme, out_features, in_features).expand(out_features, in_features)
         return full[:, order].T.contiguous()
 
-    remaining = weight[:, order].T.contiguous()  # [I, O]: a column of the weight is one contiguous row
     scale_IO = per_column(scale)
     zero_IO = None if zero is None else per_column(zero)
     codes_IO = torch.empty(in_features, out_features, dtype=code_dtype(scheme))
@@ -117,12 +141,10 @@ def _solve(weight: torch.Tensor, scheme: Scheme, scale: torch.Tensor, zero: torc
         for j in range(start, end):
             zero_O = None if zero_IO is None else zero_IO[j]
             codes_IO[j] = numerics.encode(remaining[j], scale_IO[j], zero_O, scheme)
-            error = (remaining[j] - numerics.decode(codes_IO[j], scale_IO[j], zero_O, scheme)) / upper[j, j]
+            error = (remaining[j] - numerics.decode(codes_IO[j], scale_IO[j], zero_O, scheme)) / lower[j, j]
             errors[j - start] = error
             if j + 1 < end:
-                remaining[j + 1 : end].addr_(upper[j, j + 1 : end], error, alpha=-1)
+                remaining[j + 1 : end].addr_(lower[j + 1 : end, j], error, alpha=-1)
         if end < in_features:
-            remaining[end:].addmm_(upper[start:end, end:].T, errors, alpha=-1)
-    codes = torch.empty(out_features, in_features, dtype=codes_IO.dtype)
-    codes[:, order] = codes_IO.T
-    return codes
+            remaining[end:].addmm_(lower[end:, start:end], errors, alpha=-1)
+    return codes_IO

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from qforge.methods import native
 from qforge.numerics import decode, encode, expand, groups, minmax_parameters
-from qforge.scheme import Scheme
+from qforge.scheme import Per, Scheme
 
 GRID = tuple(1.0 - 0.025 * i for i in range(21))  # ranges from 100 % down to 50 %
 
@@ -26,6 +27,8 @@ def choose(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None
     if not search:
         return scales, zeros
     weights = torch.ones(weight.shape[1]) if importance is None else importance / importance.mean().clamp(min=1e-30) + 1e-6
+    if native.runs(scheme) and scheme.granularity.per is not Per.TENSOR:
+        return _search_native(weight, scheme, weights)
     best = _error(weight, scheme, scales, zeros, weights)
     for shrink in GRID[1:]:
         s, z = minmax_parameters(weight, scheme, shrink)
@@ -36,6 +39,14 @@ def choose(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None
         if zeros is not None and z is not None:
             zeros = torch.where(better, z, zeros)
     return scales, zeros
+
+
+def _search_native(weight: torch.Tensor, scheme: Scheme, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    parts = [minmax_parameters(weight, scheme, shrink) for shrink in GRID]
+    scales = torch.stack([s for s, _ in parts])
+    zeros = None if parts[0][1] is None else torch.stack([z for _, z in parts if z is not None])
+    best = native.best_scale(weight, weights, scales, zeros, scheme).long()[None]
+    return scales.gather(0, best)[0], None if zeros is None else zeros.gather(0, best)[0]
 
 
 def _error(weight: torch.Tensor, scheme: Scheme, scales: torch.Tensor, zeros: torch.Tensor | None, weights: torch.Tensor) -> torch.Tensor:

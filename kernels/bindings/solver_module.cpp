@@ -1,0 +1,40 @@
+// qforge.methods._solver: Python's view of solver.h. Addresses come as integers; qforge/methods/native.py checks dtype, shape and layout before it passes them.
+#include <nanobind/nanobind.h>
+
+#include "qforge/solver.h"
+
+namespace nb = nanobind;
+using qforge::Grid;
+using qforge::Pool;
+
+namespace {
+
+template <typename T>
+T *pointer(uintptr_t address) {
+    return reinterpret_cast<T *>(address);
+}
+
+}  // namespace
+
+NB_MODULE(_solver, m) {
+    m.doc() = "Native loops of qforge's quantization methods";
+    nb::class_<Pool>(m, "Pool").def(nb::init<int>(), nb::arg("threads"));
+    m.def(
+        "gptq_solve",
+        [](Pool &pool, uintptr_t lower, uintptr_t weight, uintptr_t scales, uintptr_t zeros, uintptr_t group, float low, float high, int64_t in_features,
+           int64_t out_features, uintptr_t codes) {
+            const Grid grid{pointer<const float>(scales), pointer<const uint8_t>(zeros), pointer<const int32_t>(group), low, high};
+            qforge::gptq_solve(pool, pointer<const float>(lower), pointer<const float>(weight), grid, in_features, out_features, pointer<int8_t>(codes));
+        },
+        nb::arg("pool"), nb::arg("lower"), nb::arg("weight"), nb::arg("scales"), nb::arg("zeros"), nb::arg("group"), nb::arg("low"), nb::arg("high"),
+        nb::arg("in_features"), nb::arg("out_features"), nb::arg("codes"), nb::call_guard<nb::gil_scoped_release>());
+    m.def(
+        "best_scale",
+        [](Pool &pool, uintptr_t weight, uintptr_t importance, uintptr_t scales, uintptr_t zeros, float low, float high, int64_t candidates, int64_t rows,
+           int64_t groups, int64_t size, uintptr_t best) {
+            qforge::best_scale(pool, pointer<const float>(weight), pointer<const float>(importance), pointer<const float>(scales), pointer<const uint8_t>(zeros), low,
+                               high, candidates, rows, groups, size, pointer<int32_t>(best));
+        },
+        nb::arg("pool"), nb::arg("weight"), nb::arg("importance"), nb::arg("scales"), nb::arg("zeros"), nb::arg("low"), nb::arg("high"), nb::arg("candidates"),
+        nb::arg("rows"), nb::arg("groups"), nb::arg("size"), nb::arg("best"), nb::call_guard<nb::gil_scoped_release>());
+}

@@ -1,0 +1,30 @@
+// Native loops of the quantization methods. Every output element is computed in one fixed order, without fused multiply-add, so results are
+// equal bit for bit for any number of threads and on every instruction set.
+#pragma once
+
+#include <cstdint>
+
+#include "qforge/pool.h"
+
+namespace qforge {
+
+// An integer grid: codes low..high, value = (code - zero) * scale.
+struct Grid {
+    const float *scales;     // [C, O]: of each group, for every output row
+    const uint8_t *zeros;    // [C, O], or null for zero points of 0
+    const int32_t *group;    // [I]: group of each column, in the order in which columns are solved
+    float low, high;
+};
+
+// GPTQ (arXiv 2210.17323) with columns in the order given. For column k:
+//   w_k -= sum over j < k of e_j * lower[k, j];   code = nearest to w_k;   e_k = (w_k - value) / lower[k, k]
+// lower: [I, I], the transposed upper Cholesky factor of the inverse Hessian. weight: [I, O], a column of the layer is a row here.
+// codes: [I, O] bytes (int8 or uint8, as low and high say).
+void gptq_solve(Pool &pool, const float *lower, const float *weight, const Grid &grid, int64_t in_features, int64_t out_features, int8_t *codes);
+
+// For each group of `size` inputs of each row, the candidate scale with the smallest squared rounding error, each input's error weighted; the first wins a tie.
+// weight: [O, C * size]; importance: [C * size]; scales: [K, O, C]; zeros: the same as bytes, or null; best: [O, C].
+void best_scale(Pool &pool, const float *weight, const float *importance, const float *scales, const uint8_t *zeros, float low, float high, int64_t candidates,
+                int64_t rows, int64_t groups, int64_t size, int32_t *best);
+
+}  // namespace qforge

@@ -1,0 +1,149 @@
+// The loops of solver.h, written with the compiler's vector types: AVX2 where the CPU has it, else whatever the target has.
+#include "qforge/solver.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define QFORGE_CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))
+#else
+#define QFORGE_CLONES
+#endif
+#define QFORGE_INLINE inline __attribute__((always_inline))
+
+namespace qforge {
+namespace {
+
+constexpr int kLanes = 8;
+constexpr int kVectors = 2;
+constexpr int kStrip = kLanes * kVectors;  // output rows solved together: their errors stay in L2 (1536 columns: 98 KB)
+constexpr int kBlock = 4;                  // columns whose sums over earlier columns are formed together: 8 accumulators
+constexpr float kMagic = 12582912.0f;      // 1.5 * 2^23: adding and subtracting it rounds to nearest even, for |x| < 2^22
+
+typedef float Vector __attribute__((vector_size(kLanes * sizeof(float)), aligned(4)));
+
+QFORGE_INLINE Vector splat(float x) { return Vector{x, x, x, x, x, x, x, x}; }
+QFORGE_INLINE Vector clamp(Vector x, Vector low, Vector high) {
+    x = x < low ? low : x;
+    return x > high ? high : x;
+}
+QFORGE_INLINE Vector round_even(Vector x) { return (x + splat(kMagic)) - splat(kMagic); }
+
+struct SolveJob {
+    const float *lower, *weight;
+    const Grid *grid;
+    int64_t in_features, out_features;
+    int8_t *codes;
+};
+
+QFORGE_CLONES void solve_strip(const SolveJob &job, int64_t first, float *errors) {
+    const int64_t n = job.in_features, rows = job.out_features, live = std::min<int64_t>(kStrip, rows - first);
+    const Grid &grid = *job.grid;
+    float scale[kStrip], zero[kStrip], column[kStrip], code[kStrip];
+    int32_t group = -1;
+    for (int64_t start = 0; start < n; start += kBlock) {
+        const int64_t end = std::min<int64_t>(start + kBlock, n);
+        Vector sums[kBlock][kVectors];
+        for (int b = 0; b < kBlock; ++b)
+            for (int v = 0; v < kVectors; ++v) sums[b][v] = splat(0.0f);
+        const float *l[kBlock];
+        for (int b = 0; b < kBlock; ++b) l[b] = job.lower + std::min<int64_t>(start + b, n - 1) * n;
+        for (int64_t j = 0; j < start; ++j) {
+            const Vector *e = reinterpret_cast<const Vector *>(errors + j * kStrip);
+            for (int b = 0; b < kBlock; ++b) {
+                const Vector factor = splat(l[b][j]);
+                for (int v = 0; v < kVectors; ++v) sums[b][v] += e[v] * factor;
+            }
+        }
+        for (int64_t k = start; k < end; ++k) {
+            if (grid.group[k] != group) {
+                group = grid.group[k];
+                for (int r = 0; r < kStrip; ++r) {
+                    const int64_t at = group * rows + std::min<int64_t>(first + r, rows - 1);
+                    scale[r] = grid.scales[at];
+                    zero[r] = grid.zeros ? grid.zeros[at] : 0.0f;
+                }
+            }
+            for (int r = 0; r < kStrip; ++r) column[r] = job.weight[k * rows + std::min<int64_t>(first + r, rows - 1)];
+            const float *row = l[k - start];
+            const Vector diagonal = splat(row[k]);
+            Vector *e = reinterpret_cast<Vector *>(errors + k * kStrip);
+            for (int v = 0; v < kVectors; ++v) {
+                Vector sum = sums[k - start][v];
+                for (int64_t j = start; j < k; ++j) sum += reinterpret_cast<const Vector *>(errors + j * kStrip)[v] * splat(row[j]);
+                const Vector w = reinterpret_cast<const Vector *>(column)[v] - sum;
+                const Vector s = reinterpret_cast<const Vector *>(scale)[v], z = reinterpret_cast<const Vector *>(zero)[v];
+                const Vector steps = round_even(clamp(w / s, splat(grid.low) - z, splat(grid.high) - z));
+                reinterpret_cast<Vector *>(code)[v] = steps + z;
+                e[v] = (w - steps * s) / diagonal;
+            }
+            for (int r = 0; r < live; ++r) job.codes[k * rows + first + r] = static_cast<int8_t>(static_cast<int32_t>(code[r]));
+        }
+    }
+}
+
+struct ScaleJob {
+    const float *weight, *importance, *scales;
+    const uint8_t *zeros;
+    float low, high;
+    int64_t candidates, rows, groups, size;
+    int32_t *best;
+};
+
+QFORGE_CLONES void best_of_row(const ScaleJob &job, int64_t row) {
+    for (int64_t g = 0; g < job.groups; ++g) {
+        const float *w = job.weight + (row * job.groups + g) * job.size, *importance = job.importance + g * job.size;
+        float least = 0.0f;
+        int32_t winner = 0;
+        for (int64_t c = 0; c < job.candidates; ++c) {
+            const int64_t at = (c * job.rows + row) * job.groups + g;
+            const float scale = job.scales[at], zero = job.zeros ? job.zeros[at] : 0.0f;
+            const Vector s = splat(scale), low = splat(job.low - zero), high = splat(job.high - zero);
+            Vector total = splat(0.0f);
+            int64_t i = 0;
+            for (; i + kLanes <= job.size; i += kLanes) {
+                const Vector x = *reinterpret_cast<const Vector *>(w + i);
+                const Vector error = x - round_even(clamp(x / s, low, high)) * s;
+                total += error * error * *reinterpret_cast<const Vector *>(importance + i);
+            }
+            float sum = ((total[0] + total[4]) + (total[1] + total[5])) + ((total[2] + total[6]) + (total[3] + total[7]));
+            for (; i < job.size; ++i) {
+                const float step = std::min(std::max(w[i] / scale, job.low - zero), job.high - zero);
+                const float error = w[i] - ((step + kMagic) - kMagic) * scale;
+                sum += error * error * importance[i];
+            }
+            if (c == 0 || sum < least) {
+                least = sum;
+                winner = static_cast<int32_t>(c);
+            }
+        }
+        job.best[row * job.groups + g] = winner;
+    }
+}
+
+}  // namespace
+
+void gptq_solve(Pool &pool, const float *lower, const float *weight, const Grid &grid, int64_t in_features, int64_t out_features, int8_t *codes) {
+    struct Shared {
+        SolveJob job;
+        std::vector<std::vector<float>> errors;
+    } shared{{lower, weight, &grid, in_features, out_features, codes}, std::vector<std::vector<float>>(pool.threads())};
+    const int strips = static_cast<int>((out_features + kStrip - 1) / kStrip);
+    pool.run(
+        strips,
+        [](void *context, int strip, int thread) {
+            auto *s = static_cast<Shared *>(context);
+            s->errors[thread].resize(s->job.in_features * kStrip);
+            solve_strip(s->job, static_cast<int64_t>(strip) * kStrip, s->errors[thread].data());
+        },
+        &shared);
+}
+
+void best_scale(Pool &pool, const float *weight, const float *importance, const float *scales, const uint8_t *zeros, float low, float high, int64_t candidates,
+                int64_t rows, int64_t groups, int64_t size, int32_t *best) {
+    ScaleJob job{weight, importance, scales, zeros, low, high, candidates, rows, groups, size, best};
+    pool.run(static_cast<int>(rows), [](void *context, int row, int) { best_of_row(*static_cast<ScaleJob *>(context), row); }, &job);
+}
+
+}  // namespace qforge

@@ -1,0 +1,99 @@
+"""The methods' compiled loops (kernels/quantize): checked tensors in, tensors out. Where they were not built, the same loops run in PyTorch, slower.
+
+Letters: O output features, I input features, R x C shape of the scales, K candidates.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from typing import Any
+
+import torch
+
+from qforge.qlinear import code_dtype
+from qforge.scheme import Per, Scheme, Symmetry
+
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def module() -> Any | None:
+    """The compiled module, or None (said once in the log)."""
+    try:
+        return importlib.import_module("qforge.methods._solver")
+    except ImportError as e:
+        _log.warning("the native quantization loops are not available (%s); the same loops run in PyTorch, many times slower", e)
+        return None
+
+
+def runs(scheme: Scheme) -> bool:
+    """Whether the compiled loops handle a scheme: integer grids without offsets, with scales by row (per channel or group) or one for all."""
+    return module() is not None and scheme.number.is_int and scheme.symmetry is not Symmetry.OFFSET and scheme.granularity.per is not Per.BLOCK
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(threads: int) -> Any:
+    native = module()
+    assert native is not None
+    return native.Pool(threads)
+
+
+def gptq_solve(lower: torch.Tensor, weight_IO: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """GPTQ's column loop (kernels/include/qforge/solver.h).
+
+    Args:
+        lower: `[I, I]` fp32, transposed upper Cholesky factor of the inverse Hessian, columns in the order of solving.
+        weight_IO: `[I, O]` fp32, in that order.
+        scales: `[R, C]` fp32.
+        zeros: `[R, C]` uint8 or None.
+        group: `[I]` int32, each column's group, in that order.
+        scheme: an integer grid.
+
+    Returns:
+        codes `[I, O]`, in that order.
+    """
+    native = module()
+    assert native is not None
+    in_features, out_features = weight_IO.shape
+    by_group = scales.expand(out_features, -1).T.contiguous()
+    zeros_by_group = None if zeros is None else zeros.expand(out_features, -1).T.contiguous()
+    for tensor, dtype in ((lower, torch.float32), (weight_IO, torch.float32), (by_group, torch.float32), (group, torch.int32)):
+        assert tensor.dtype == dtype
+        assert tensor.is_contiguous()
+    assert lower.shape == (in_features, in_features)
+    assert group.shape == (in_features,)
+    codes = torch.empty(in_features, out_features, dtype=code_dtype(scheme))
+    low, high = scheme.code_range
+    native.gptq_solve(
+        _pool(torch.get_num_threads()), lower.data_ptr(), weight_IO.data_ptr(), by_group.data_ptr(), 0 if zeros_by_group is None else zeros_by_group.data_ptr(),
+        group.data_ptr(), low, high, in_features, out_features, codes.data_ptr(),
+    )  # fmt: skip
+    return codes
+
+
+def best_scale(weight: torch.Tensor, importance: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:
+    """Index `[O, C]` of the candidate with the smallest weighted squared error.
+
+    Args:
+        weight: `[O, I]` fp32.
+        importance: `[I]` fp32.
+        scales: `[K, O, C]` fp32 candidates.
+        zeros: `[K, O, C]` uint8 or None.
+        scheme: an integer grid.
+    """
+    native = module()
+    assert native is not None
+    candidates, rows, groups = scales.shape
+    weight, importance, scales = weight.contiguous(), importance.contiguous(), scales.contiguous()
+    zeros = None if zeros is None else zeros.contiguous()
+    assert weight.shape == (rows, importance.numel())
+    assert weight.dtype == importance.dtype == scales.dtype == torch.float32
+    best = torch.empty(rows, groups, dtype=torch.int32)
+    low, high = scheme.code_range
+    native.best_scale(
+        _pool(torch.get_num_threads()), weight.data_ptr(), importance.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), low, high, candidates,
+        rows, groups, weight.shape[1] // groups, best.data_ptr(),
+    )  # fmt: skip
+    return best

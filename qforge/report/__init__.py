@@ -1,0 +1,7 @@
+"""Reports for people and CI systems, made from results.json and from nothing else."""
+
+from __future__ import annotations
+
+from qforge.report.write import FORMATS, write
+
+__all__ = ["FORMATS", "write"]

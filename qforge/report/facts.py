@@ -1,0 +1,254 @@
+"""What a report tells, derived from results.json once for every format: the verdict, rows of text for each table, numbers for the plots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from qforge.report.numbers import MISSING, figure, interval, number, percent, seconds, size
+
+WORST_LAYERS = 10
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A titled table. `words`: a sentence above it."""
+
+    title: str
+    header: Row
+    rows: list[Row]
+    words: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything that a report needs. `good`: True, False, or None when nothing was gated."""
+
+    title: str
+    good: bool | None
+    verdict: str
+    reasons: list[str]
+    tables: list[Table]
+    warnings: list[str]
+    command: str
+    recipe: str
+    layers: Table | None
+    results: Mapping[str, Any] = field(repr=False)
+
+
+def gather(results: Mapping[str, Any]) -> Facts:
+    """Derive the facts from the object of results.json."""
+    good, verdict, reasons = _verdict(results)
+    tables = [
+        _quality(results),
+        _gates(results),
+        _sizes(results),
+        _exports(results),
+        _adapters(results),
+        _texts(results),
+        _worst(results),
+        _resources(results),
+        _environment(results),
+    ]
+    recipe = yaml.safe_dump(results.get("recipe") or {}, sort_keys=False, allow_unicode=True, width=120)
+    model = str((results.get("model") or {}).get("source", "model"))
+    command = "qforge quantize --recipe recipe.yaml"
+    return Facts(f"qforge: {model}", good, verdict, reasons, [t for t in tables if t is not None], _warnings(results), command, recipe, _all_layers(results), results)
+
+
+def _verdict(results: Mapping[str, Any]) -> tuple[bool | None, str, list[str]]:
+    gates = [g for g in results.get("gates") or [] if g.get("on", "error") != "off"]
+    failed = [g for g in gates if not g["passed"]]
+    reasons = [f"{g['name']} is {figure(g['name'], g['value'])}, the limit is {g['limit']}" + (" (a warning only)" if g.get("on") == "warn" else "") for g in failed]
+    hard = [g for g in failed if g.get("on", "error") == "error"]
+    if hard:
+        return False, f"FAILED: {len(hard)} of {len(gates)} gates", reasons
+    if not gates:
+        return None, "DONE: nothing was gated", reasons
+    if failed:
+        return True, f"PASSED with {len(failed)} {'warning' if len(failed) == 1 else 'warnings'}", reasons
+    return True, "PASSED: the gate holds" if len(gates) == 1 else f"PASSED: all {len(gates)} gates hold", reasons
+
+
+def _quality(results: Mapping[str, Any]) -> Table | None:
+    e = results.get("evaluation")
+    if e is None:
+        return None
+    rows: list[Row] = []
+    reference = e.get("reference") or {}
+    if e.get("base"):
+        rows.append(("perplexity of the base model, before adapters", number(e["base"]["perplexity"]), MISSING))
+    if reference:
+        rows.append(("perplexity of the original" + (" (merged)" if results.get("adapters") else ""), number(reference["perplexity"]), MISSING))
+    rows.append(("perplexity of the quantized model", number(e["candidate"]["perplexity"]), MISSING))
+    for label, name, digits in (
+        ("perplexity ratio, quantized / original", "perplexity_ratio", 4),
+        ("KL divergence, mean (nats per token)", "kl_mean", 4),
+        ("KL divergence, 99th percentile", "kl_p99", 4),
+        ("top-1 agreement", "top1_agreement", 4),
+    ):
+        if e.get(name) is not None:
+            rows.append((label, number(e[name], digits), interval(e.get(f"{name}_ci95"), digits)))
+    for task, value in (e.get("tasks") or {}).items():
+        rows.append((f"task {task}", str(value), MISSING))
+    protocol = e.get("protocol") or {}
+    unit = protocol.get("cluster", "cluster")
+    words = f"{e['tokens']:,} scored tokens; intervals resample {len(e['clusters']):,} {unit}{'s' if len(e['clusters']) != 1 else ''}. Quantized model: {e['engine']}."
+    if e.get("reference_engine"):
+        words += f" Original: {e['reference_engine']}."
+    return Table("Quality", ("figure", "value", "95 % interval"), rows, words)
+
+
+def _gates(results: Mapping[str, Any]) -> Table | None:
+    rows: list[Row] = [
+        (g["name"], g["limit"], figure(g["name"], g["value"]), interval(g.get("interval")), "passed" if g["passed"] else "warning" if g.get("on") == "warn" else "FAILED")
+        for g in results.get("gates") or []
+    ]
+    return Table("Gates", ("figure", "limit", "value", "95 % interval", "verdict"), rows) if rows else None
+
+
+def _sizes(results: Mapping[str, Any]) -> Table:
+    model, artifact = results.get("model") or {}, results.get("artifact") or {}
+    rows: list[Row] = []
+    if model.get("parameters") is not None:
+        rows.append(("parameters", f"{model['parameters']:,}"))
+    if artifact.get("original_bytes_at_16_bits") is not None:
+        rows.append(("original at 16 bits", size(artifact["original_bytes_at_16_bits"])))
+    rows.append(("quantized model", size(artifact.get("size_bytes"))))
+    if artifact.get("size_ratio") is not None:
+        rows.append(("size ratio of the weights", percent(artifact["size_ratio"], 1)))
+    rows.append(("bits per weight, quantized layers", number(artifact.get("bits_per_weight"), 3)))
+    if artifact.get("bits_per_parameter") is not None:
+        rows.append(("bits per parameter, whole model", number(artifact["bits_per_parameter"], 3)))
+    schemes = ", ".join(f"{count} x {scheme}" for scheme, count in _schemes(results).items())
+    rows += [("layers", schemes or MISSING), ("artifact", f"{artifact.get('path', MISSING)}, sha256 {artifact.get('sha256', MISSING)}")]
+    return Table("Size", ("", "value"), rows)
+
+
+def _schemes(results: Mapping[str, Any]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for layer in results.get("layers") or []:
+        scheme = layer.get("scheme") or "as it was"
+        counts[scheme] = counts.get(scheme, 0) + 1
+    return counts
+
+
+def _exports(results: Mapping[str, Any]) -> Table | None:
+    rows: list[Row] = []
+    for e in results.get("exports") or []:
+        lossless = {True: "lossless", False: "NOT lossless", None: MISSING}[e.get("lossless")]
+        checks = [verification(v) for v in e.get("verified_by") or []]
+        if e.get("skipped_because"):
+            checks.append(f"skipped: {e['skipped_because']}")
+        rows.append((e["format"], e.get("path") or MISSING, size(e.get("size_bytes")), lossless, "; ".join(checks) or "not executed"))
+    words = "Each export is read back and executed by an engine that is not qforge's."
+    return Table("Exports", ("format", "path", "size", "integers and scales", "executed by, and how close to our runtime"), rows, words) if rows else None
+
+
+def verification(v: Mapping[str, Any]) -> str:
+    """One foreign engine's check of an export, in words."""
+    parts = []
+    if v.get("weights_equal") is not None:
+        parts.append("weights equal bit for bit" if v["weights_equal"] else "WEIGHTS DIFFER")
+    if v.get("kl_mean") is not None:
+        parts.append(f"KL {number(v['kl_mean'], 6)}")
+    if v.get("top1_agreement") is not None:
+        parts.append(f"top-1 {percent(v['top1_agreement'])}")
+    if v.get("positions") is not None:
+        parts.append(f"{v['positions']:,} positions")
+    if v.get("note"):
+        parts.append(str(v["note"]))
+    return f"{v['engine']} {v.get('version', '')}".strip() + (": " + ", ".join(parts) if parts else "")
+
+
+def _adapters(results: Mapping[str, Any]) -> Table | None:
+    names: dict[str, None] = {}
+    adapters: Sequence[Mapping[str, Any]] = results.get("adapters") or []
+    for a in adapters:
+        names.update(dict.fromkeys(a))
+    header = tuple(names)
+    return Table("Merged adapters", tuple(n.replace("_", " ") for n in header), [tuple(_plain(a.get(n)) for n in header) for a in adapters]) if adapters else None
+
+
+def _texts(results: Mapping[str, Any]) -> Table | None:
+    rows: list[Row] = []
+    calibration, evaluation = results.get("calibration"), results.get("evaluation")
+    if calibration:
+        rows.append(("calibration", _plain({k: v for k, v in calibration.items() if not isinstance(v, Mapping)})))
+    if evaluation:
+        rows.append(("evaluation", f"sha256: {evaluation['text_sha256']}, {_plain(evaluation.get('protocol'))}"))
+    if calibration and evaluation:
+        rows.append(("overlap", _overlap(calibration, evaluation)))
+    return Table("Texts", ("text", "what"), rows) if rows else None
+
+
+def _overlap(calibration: Mapping[str, Any], evaluation: Mapping[str, Any]) -> str:
+    """Whether the two texts share anything, as far as results.json can tell."""
+    known = calibration.get("overlap")
+    if calibration.get("text_sha256") == evaluation.get("text_sha256"):
+        return "THE SAME TEXT: the figures above are too good"
+    return f"different texts by hash; shared parts: {_plain(known)}" if isinstance(known, Mapping) else "different texts by hash"
+
+
+def _measured(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    layers = [x for x in results.get("layers") or [] if x.get("relative_error") is not None]
+    return sorted(layers, key=lambda x: (-x["relative_error"], x["name"]))
+
+
+def _layer_row(x: Mapping[str, Any]) -> Row:
+    return x["name"], x.get("scheme") or "as it was", number(x.get("relative_error")), number(x.get("output_error")), number(x.get("bits_per_weight"), 3), x.get("note") or ""
+
+
+_LAYER_HEADER = ("layer", "scheme", "error of weights", "error of outputs", "bits per weight", "note")
+
+
+def _worst(results: Mapping[str, Any]) -> Table | None:
+    rows = [_layer_row(x) for x in _measured(results)[:WORST_LAYERS]]
+    return Table("Worst layers", _LAYER_HEADER, rows, "Relative errors (Frobenius norm), largest first.") if rows else None
+
+
+def _all_layers(results: Mapping[str, Any]) -> Table | None:
+    rows = [_layer_row(x) for x in results.get("layers") or []]
+    return Table("All layers", _LAYER_HEADER, rows) if rows else None
+
+
+def _resources(results: Mapping[str, Any]) -> Table:
+    work, timings = results.get("work") or {}, results.get("timings") or {}
+    rows: list[Row] = [("peak memory", size(results.get("peak_rss_bytes")))]
+    rows += [(f"  {name}", size(value)) for name, value in (results.get("memory") or {}).items()]
+    rows.append(("time", seconds(sum(timings.values()))))
+    rows += [(f"  {name}", seconds(value)) for name, value in timings.items()]
+    rows.append(("work", ", ".join(f"{value} pieces {name}" for name, value in work.items()) or MISSING))
+    return Table("Memory and time", ("", "value"), rows)
+
+
+def _environment(results: Mapping[str, Any]) -> Table:
+    rows: list[Row] = [("qforge", str(results.get("qforge_version", MISSING))), ("recipe sha256", str(results.get("recipe_sha256", MISSING)))]
+    rows += [(f"model {k}", _plain(v)) for k, v in (results.get("model") or {}).items()]
+    rows += [(k, _plain(v)) for k, v in (results.get("environment") or {}).items() if k != "qforge"]
+    return Table("Environment", ("", "value"), rows)
+
+
+def _warnings(results: Mapping[str, Any]) -> list[str]:
+    return [str(w) for w in results.get("warnings") or []]
+
+
+def _plain(value: Any) -> str:
+    """Any JSON value in one line of words."""
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k}: {_plain(v)}" for k, v in value.items()) or MISSING
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return ", ".join(_plain(v) for v in value) or MISSING
+    return str(value)

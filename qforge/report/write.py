@@ -1,0 +1,41 @@
+"""results.json -> report.md, report.html, junit.xml, each written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from qforge.report.facts import gather
+from qforge.report.html import html
+from qforge.report.junit import junit
+from qforge.report.markdown import markdown
+
+FORMATS = ("json", "markdown", "html", "junit")
+_FILES = {"markdown": ("report.md", markdown), "html": ("report.html", html), "junit": ("junit.xml", junit)}
+
+
+def write(results_path: Path, folder: Path, formats: Sequence[str]) -> list[Path]:
+    """Write the asked reports to `folder` and return their paths; `json` stands for results.json itself, which is there already.
+
+    Raises:
+        ValueError: an unknown format.
+    """
+    if unknown := [f for f in formats if f not in FORMATS]:
+        raise ValueError(f"unknown report format {unknown[0]!r}; allowed are {', '.join(FORMATS)}")
+    facts = gather(json.loads(results_path.read_text(encoding="utf-8")))
+    written = []
+    for name, make in (_FILES[f] for f in formats if f in _FILES):
+        _replace(folder / name, make(facts))
+        written.append(folder / name)
+    return written
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -67,9 +67,17 @@ def _assets(header: GgufHeader, config: PretrainedConfig) -> Path:
             backend = tokenizer.backend_tokenizer
             backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), backend.pre_tokenizer])
         tokenizer.save_pretrained(folder)
+        _trust_tokenizer_json(folder / "tokenizer_config.json")
         ends = [header.metadata[k] for k in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if k in header.metadata]
         generation = {"bos_token_id": config.bos_token_id, "eos_token_id": ends[0] if len(set(ends)) == 1 else sorted(set(ends)) or None, "pad_token_id": config.pad_token_id}
         (folder / "generation_config.json").write_text(json.dumps({k: v for k, v in generation.items() if v is not None}, indent=1) + "\n")
         config.to_json_file(folder / "config.json")
 
-    return cached_folder("gguf-assets", digest("1", header.sha256, transformers_version)[:32], build)
+    return cached_folder("gguf-assets", digest("2", header.sha256, transformers_version)[:32], build)
+
+
+def _trust_tokenizer_json(path: Path) -> None:
+    """Name the class that takes tokenizer.json as it is: families' own classes (Qwen2Tokenizer, ...) build another splitting than the file's when they load it."""
+    config = json.loads(path.read_bytes())
+    kept = {k: v for k, v in config.items() if k not in ("is_local", "local_files_only")}
+    path.write_text(json.dumps(kept | {"tokenizer_class": "TokenizersBackend"}, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,257 @@
+"""GGUF: every tensor and the config equal what transformers' own reader gives; hostile and truncated files are refused quickly."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import tiny
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from qforge.errors import ModelError
+from qforge.models import names
+from qforge.models.gguf_header import read_gguf_header
+from qforge.models.model import open_model
+
+BLOCKS = {"attn_q": "Q4_0", "attn_k": "Q8_0", "attn_v": "Q5_0", "attn_output": "Q4_1", "ffn_gate": "Q5_1", "ffn_up": "F16", "ffn_down": "BF16", "token_embd": "Q8_0"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QFORGE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write(path: Path, base: Path, *, extra: Callable[[gguf.GGUFWriter], None] = lambda w: None, only_f32: bool = False, arch: str | None = None) -> Path:
+    """The tiny model `base` as a GGUF file with mixed block types, written with the gguf package alone."""
+    config = AutoConfig.from_pretrained(base)
+    arch = arch or {"gemma3_text": "gemma3", "mistral": "llama"}.get(config.model_type, config.model_type)
+    w = gguf.GGUFWriter(path, arch)
+    w.add_name("tiny")
+    w.add_context_length(config.max_position_embeddings)
+    w.add_embedding_length(config.hidden_size)
+    w.add_block_count(config.num_hidden_layers)
+    w.add_feed_forward_length(config.intermediate_size)
+    w.add_head_count(config.num_attention_heads)
+    w.add_head_count_kv(config.num_key_value_heads)
+    w.add_key_length(config.head_dim if hasattr(config, "head_dim") else config.hidden_size // config.num_attention_heads)
+    w.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if arch == "gemma3":
+        w.add_sliding_window(config.sliding_window)
+    w.add_rope_freq_base(12345.0)
+    add_tokenizer(w, base)
+    extra(w)
+    state = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).state_dict()
+    for ours, theirs in names.gguf_names(config.model_type, config.num_hidden_layers).items():
+        if ours in state and not (ours == "lm_head.weight" and config.tie_word_embeddings):
+            value = state[ours]
+            if arch == "llama" and ("q_proj" in ours or "k_proj" in ours):
+                heads = config.num_attention_heads if "q_proj" in ours else config.num_key_value_heads
+                value = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+            if arch == "gemma3" and "norm" in ours:
+                value = value + 1
+            kind = "F32" if only_f32 else BLOCKS.get(theirs.split(".")[-2], "F32")
+            w.add_tensor(theirs, gguf.quants.quantize(value.numpy(), gguf.GGMLQuantizationType[kind]), raw_dtype=gguf.GGMLQuantizationType[kind])
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return path
+
+
+def add_tokenizer(w: gguf.GGUFWriter, base: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    w.add_tokenizer_model("gpt2")
+    w.add_tokenizer_pre("gpt-2")
+    w.add_token_list(vocabulary)
+    w.add_token_types([3 if t in tokenizer.all_special_tokens or t.startswith("<|") else 1 for t in vocabulary])
+    w.add_token_merges([" ".join(m) for m in json.loads((base / "tokenizer.json").read_text())["model"]["merges"]])
+    w.add_bos_token_id(0)
+    w.add_eos_token_id(0)
+    w.add_chat_template(tokenizer.chat_template)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("gguf")
+    untied = {"llama": True, "qwen2": False}
+    return {f: tiny.make(root / f, f, seed=4, layers=2, tied=untied.get(f, True)) for f in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
+def test_tensors_equal_transformers_reader(bases: dict[str, Path], tmp_path: Path, family: str) -> None:
+    path = write(tmp_path / "m.gguf", bases[family])
+    model = open_model("m.gguf", folder=tmp_path, dtype="float32")
+    config = AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf")
+    config.head_dim = model.config.head_dim  # transformers does not read it for the qwen family
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, config=config, dtype=torch.float32).state_dict()
+    assert set(theirs) - set(model.weights.names()) <= {"lm_head.weight"}
+    for name in model.weights.names():
+        assert torch.equal(model.weights.read(name), theirs[name]), name
+    for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "vocab_size", "tie_word_embeddings"):
+        assert getattr(model.config, key) == getattr(config, key), key
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text"])
+def test_an_f32_file_computes_what_its_model_computes(bases: dict[str, Path], tmp_path: Path, family: str) -> None:
+    write(tmp_path / "m.gguf", bases[family], only_f32=True)
+    model = open_model("m.gguf", folder=tmp_path)
+    assert model.dtype == torch.float32
+    reference = AutoModelForCausalLM.from_pretrained(bases[family], dtype=torch.float32).eval()
+    if family == "gemma3_text":
+        reference.config.query_pre_attn_scalar = model.config.query_pre_attn_scalar
+    for name in model.weights.names():
+        torch.testing.assert_close(model.weights.read(name), reference.state_dict()[name], atol=2e-7, rtol=0)
+    rope = model.config.rope_parameters.get("full_attention", model.config.rope_parameters)
+    assert rope["rope_theta"] == 12345.0
+    assert model.spec is not None
+    assert model.spec.head_dim == 16
+    assert model.spec.attention_bias == (family == "qwen2")
+    text = "The miller, 12 sacks.\n\nEnd"
+    assert model.tokenizer().encode(text) == AutoTokenizer.from_pretrained(bases[family]).encode(text)
+    assert model.tokenizer().chat_template == AutoTokenizer.from_pretrained(bases[family]).chat_template
+
+
+def test_a_quantized_file_is_float16_and_assets_are_made_once(bases: dict[str, Path], tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", bases["llama"])
+    model = open_model("m.gguf", folder=tmp_path)
+    assert model.dtype == torch.float16
+    assert model.weights.read("model.norm.weight").dtype == torch.float16
+    assert sorted(p.name for p in model.assets.iterdir()) == ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    stamp = (model.assets / "tokenizer.json").stat().st_mtime_ns
+    again = open_model("m.gguf", folder=tmp_path)
+    assert (again.assets / "tokenizer.json").stat().st_mtime_ns == stamp
+    assert again.fingerprint() == model.fingerprint()
+
+
+def divisors(head_dim: int, theta: float, factor: float) -> np.ndarray[Any, Any]:
+    """Llama 3.1's frequency scaling as llama.cpp's converter writes it."""
+    out = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * np.pi * theta ** (i / head_dim)
+        smooth = (8192 / wavelength - 1) / 3
+        out.append(1 if wavelength < 2048 else factor if wavelength > 8192 else 1 / ((1 - smooth) / factor + smooth))
+    return np.array(out, dtype=np.float32)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama3_scaling_is_recovered_from_its_divisors(bases: dict[str, Path], tmp_path: Path, factor: float) -> None:
+    write(tmp_path / "m.gguf", bases["llama"], extra=lambda w: w.add_tensor("rope_freqs.weight", divisors(16, 12345.0, factor)))
+    rope = open_model("m.gguf", folder=tmp_path).config.rope_parameters
+    assert rope["rope_type"] == "llama3"
+    assert rope["factor"] == factor
+    write(tmp_path / "n.gguf", bases["llama"], extra=lambda w: w.add_tensor("rope_freqs.weight", np.linspace(1, 3, 8, dtype=np.float32)))
+    with pytest.raises(ModelError, match="rotary frequencies"):
+        open_model("n.gguf", folder=tmp_path)
+
+
+def test_rope_scaling_keys_are_read(bases: dict[str, Path], tmp_path: Path) -> None:
+    def yarn(w: gguf.GGUFWriter) -> None:
+        w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        w.add_rope_scaling_factor(4.0)
+        w.add_rope_scaling_orig_ctx_len(64)
+
+    def linear(w: gguf.GGUFWriter) -> None:
+        w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        w.add_rope_scaling_factor(8.0)
+
+    write(tmp_path / "yarn.gguf", bases["qwen2"], extra=yarn)
+    rope = open_model("yarn.gguf", folder=tmp_path).config.rope_parameters
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 4.0, 64)
+    write(tmp_path / "linear.gguf", bases["gemma3_text"], extra=linear)
+    ropes = open_model("linear.gguf", folder=tmp_path).config.rope_parameters
+    assert (ropes["full_attention"]["rope_type"], ropes["full_attention"]["factor"]) == ("linear", 8.0)
+    assert ropes["sliding_attention"]["rope_type"] == "default"
+    write(tmp_path / "long.gguf", bases["llama"], extra=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE))
+    with pytest.raises(ModelError, match="longrope"):
+        open_model("long.gguf", folder=tmp_path)
+
+
+def test_models_that_are_not_read_from_gguf_are_named(bases: dict[str, Path], tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", bases["llama"], arch="mamba")
+    with pytest.raises(ModelError, match="'mamba'; qforge reads llama, qwen2, qwen3, gemma3"):
+        open_model("m.gguf", folder=tmp_path)
+    write(tmp_path / "e.gguf", bases["llama"], extra=lambda w: w.add_expert_count(8))
+    with pytest.raises(ModelError, match="mixture of experts"):
+        open_model("e.gguf", folder=tmp_path)
+    write(tmp_path / "s.gguf", bases["llama"], extra=lambda w: w.add_uint16("split.count", 3))
+    with pytest.raises(ModelError, match="one of 3 parts"):
+        open_model("s.gguf", folder=tmp_path)
+    write(tmp_path / "x.gguf", bases["llama"], extra=lambda w: w.add_tensor("blk.0.surprise.weight", np.ones(4, dtype=np.float32)))
+    with pytest.raises(ModelError, match=r"blk\.0\.surprise\.weight"):
+        open_model("x.gguf", folder=tmp_path)
+
+
+def head(num_tensors: int, num_pairs: int, rest: bytes = b"", version: int = 3, magic: bytes = b"GGUF") -> bytes:
+    return magic + struct.pack("<IQQ", version, num_tensors, num_pairs) + rest
+
+
+def string(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+ARCH = string(b"general.architecture") + struct.pack("<I", 8) + string(b"llama")
+ROOM = bytes(4096)
+
+
+def row(name: bytes, dims: list[int], kind: int = 0, offset: int = 0) -> bytes:
+    return string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"GGUF", "is no GGUF file"),
+        (b"PK\x03\x04" + ROOM, "starts with"),
+        (head(2**61, 2**61), "do not fit"),
+        (head(2**61, 2**61, ROOM), "do not fit"),
+        (head(0, 2**64 - 1, ROOM), "do not fit"),
+        (head(0, 0, ROOM), "no general.architecture"),
+        (head(0, 0, version=1), "version 1"),
+        (head(0, 0, version=3 << 24), "other byte order"),
+        (head(0, 1, struct.pack("<Q", 2**62) + ROOM), "needs"),
+        (head(0, 1, string(b"k") + struct.pack("<I", 77) + ROOM), "unknown type 77"),
+        (head(0, 1, string(b"k") + struct.pack("<IIQ", 9, 8, 2**60) + ROOM), "strings"),
+        (head(0, 1, string(b"k") + struct.pack("<IIQ", 9, 6, 2**61) + ROOM), "needs"),
+        (head(0, 1, string(b"k") + struct.pack("<IIQ", 9, 9, 1) + ROOM), "unknown type 9"),
+        (head(0, 1, string(b"\xff") + ROOM), "not UTF-8"),
+        (head(0, 2, ARCH + ARCH + ROOM), "occurs twice"),
+        (head(0, 2, ARCH + string(b"general.alignment") + struct.pack("<II", 4, 0) + ROOM), "power of two"),
+        (head(1, 1, ARCH + row(b"a", [1] * 5) + ROOM), "5 dimensions"),
+        (head(1, 1, ARCH + row(b"a", [2**60, 2**60]) + ROOM), "should end"),
+        (head(1, 1, ARCH + row(b"a", [33], kind=2) + ROOM), "whole blocks"),
+        (head(1, 1, ARCH + row(b"a", [32], kind=4) + ROOM), "type 4"),
+        (head(1, 1, ARCH + row(b"a", [4], offset=2**63) + ROOM), "should end"),
+        (head(1, 1, ARCH + row(b"a", [4], offset=3) + ROOM), "aligned"),
+        (head(2, 1, ARCH + row(b"a", [64]) + row(b"b", [64], offset=32) + ROOM), "overlap"),
+        (head(2, 1, ARCH + row(b"a", [4]) + row(b"a", [4], offset=32) + ROOM), "occurs twice"),
+    ],
+)
+def test_hostile_headers_are_refused_at_once(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "h.gguf"
+    path.write_bytes(content)
+    start = time.perf_counter()
+    with pytest.raises(ModelError, match=message) as e:
+        open_model(str(path))
+    assert time.perf_counter() - start < 1
+    assert str(path) in str(e.value)
+
+
+def test_any_cut_is_found(bases: dict[str, Path], tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", bases["llama"])
+    whole = path.read_bytes()
+    data = min(t.start for t in read_gguf_header(path).tensors.values())
+    for length in [*range(0, data, 997), data, len(whole) // 2, len(whole) - 64]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(ModelError):
+            open_model(str(path))

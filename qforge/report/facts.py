@@ -105,10 +105,10 @@ def _quality(results: Mapping[str, Any]) -> Table | None:
 
 def _gates(results: Mapping[str, Any]) -> Table | None:
     rows: list[Row] = [
-        (g["name"], g["limit"], figure(g["name"], g["value"]), interval(g.get("interval")), "passed" if g["passed"] else "warning" if g.get("on") == "warn" else "FAILED")
+        (g["name"], "passed" if g["passed"] else "warning" if g.get("on") == "warn" else "FAILED", figure(g["name"], g["value"]), g["limit"], interval(g.get("interval")))
         for g in results.get("gates") or []
     ]
-    return Table("Gates", ("figure", "limit", "value", "95 % interval", "verdict"), rows) if rows else None
+    return Table("Gates", ("figure", "verdict", "value", "limit", "95 % interval"), rows) if rows else None
 
 
 def _sizes(results: Mapping[str, Any]) -> Table:

@@ -110,7 +110,7 @@ def histogram(clusters: Sequence[Mapping[str, Any]], bins: int = 24) -> Histogra
     counts = [0] * bins
     for value in values:
         counts[min(bins - 1, int(value / top * bins))] += 1
-    width, height = 560.0, 160.0
+    width, height = 330.0, 290.0
     step = width / bins
     bars = [
         (i * step + 1, height - height * n / max(counts), step - 2, height * n / max(counts), f"{i * top / bins:.3g} to {(i + 1) * top / bins:.3g}: {n}")
@@ -118,7 +118,7 @@ def histogram(clusters: Sequence[Mapping[str, Any]], bins: int = 24) -> Histogra
         if n
     ]
     mean = sum(c["kl_sum"] for c in clusters if c.get("kl_sum") is not None) / sum(c["tokens"] for c in clusters if c.get("kl_sum") is not None)
-    return Histogram(width, height, bars, [Tick(width * i / 4, f"{top * i / 4:.3g}") for i in range(5)], mean / top * width)
+    return Histogram(width, height, bars, [Tick(width * i / 4, f"{top * i / 4:.2g}") for i in range(5)], mean / top * width)
 
 
 def _round_values(low: float, high: float) -> list[float]:

@@ -6,6 +6,7 @@ Letters: T tokens of a step, L rows whose logits are wanted, V vocabulary, W hid
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -74,6 +75,11 @@ class Decoder:
             if len(step.logit_indices) < len(x):
                 x = x[step.logit_indices]
             return self._head.logits(self._ops.norm(x, self._norm, self.spec.norm_eps))
+
+    def kernels(self) -> dict[str, int]:
+        """How many products each kernel runs."""
+        products = [p for layer in self.layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        return dict(Counter(p.kernel for p in [*products, self._head.logits]))
 
     def _layer(self, x: torch.Tensor, layer: Layer, cache: LayerCache, table: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
         ops, eps = self._ops, self.spec.norm_eps

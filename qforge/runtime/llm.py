@@ -99,6 +99,10 @@ class LLM:
             engine.step()
         return [_output(engine, text, request) for text, request in zip(texts, requests, strict=True)]
 
+    def kernels(self) -> dict[str, int]:
+        """Which kernel runs how many of the model's products (joined ones count once)."""
+        return self.runner.kernels()
+
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text or None, token ids) of a prompt. A chat template writes its own special tokens, so none are added to its text.
 
@@ -106,6 +110,8 @@ class LLM:
             DataError: the prompt is empty or of no known kind, or the model has no chat template.
         """
         if isinstance(prompt, str):
+            if not prompt:
+                raise DataError("it is empty; give at least one character (or a list with a token id)")
             return prompt, self._known([int(t) for t in self.tokenizer(prompt).input_ids])
         items = list(prompt)
         if items and all(isinstance(i, int) and not isinstance(i, bool) for i in items):

@@ -67,11 +67,10 @@ class Scheduler:
         for sequence in list(self.running):
             if budget == 0:
                 break
-            piece = self._grow(sequence, budget)
+            piece = self._grow(sequence, budget) if sequence in self.running else None  # an older one may have preempted it just now
             if piece is not None:
                 pieces.append(piece)
                 budget -= piece.stop - piece.start
-        pieces = [p for p in pieces if p.sequence in self.running]  # a later sequence never preempts an earlier one, but stay safe
         while self.waiting and budget and len(self.running) < self._max_num_seqs:
             sequence = self.waiting[0]
             if self._blocks_for(len(sequence.tokens)) > self.pool.num_free:

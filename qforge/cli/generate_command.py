@@ -1,0 +1,43 @@
+"""`qforge generate`: continue prompts with the built-in runtime."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from qforge.cli.prompts import read_prompts
+from qforge.errors import DataError
+from qforge.files import write_text
+
+
+@click.command(name="generate")
+@click.argument("model")
+@click.option("--prompt", metavar="TEXT", help="Continue this text.")
+@click.option("--prompts", metavar="FILE", type=click.Path(path_type=Path), help='JSON Lines, one {"prompt": ...} or {"messages": [...]} a line; all run in one batch.')
+@click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(min=1), help="Most new tokens for each prompt.")
+@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="0 is greedy.")
+@click.option("--seed", type=click.IntRange(min=0), help="Sample the same tokens again; without it every run differs (unless greedy).")
+@click.option("--json", "json_path", metavar="FILE", help="Write {outputs: [...]} to a file; - writes only JSON to stdout.")
+@click.option("--activations", default="fp", show_default=True, type=click.Choice(["fp", "int8"]), help="fp is accurate; int8 rounds activations and is faster.")
+def command(model: str, prompt: str | None, prompts: Path | None, max_tokens: int, temperature: float, seed: int | None, json_path: str | None, activations: str) -> None:
+    """Continue prompts with MODEL: a directory, hub id, artifact, .gguf file, or demo."""
+    if (prompt is None) == (prompts is None):
+        raise DataError("give either --prompt TEXT or --prompts FILE.jsonl")
+    given = [prompt] if prompt is not None else read_prompts(prompts) if prompts is not None else []
+    from qforge.runtime import LLM, SamplingParams
+
+    llm = LLM(model, activations=activations)
+    outputs = llm.generate(given, SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed))
+    text = json.dumps({"outputs": [asdict(o) for o in outputs]}, ensure_ascii=False, indent=1)
+    if json_path == "-":
+        click.echo(text)
+        return
+    if json_path is not None:
+        write_text(Path(json_path), text + "\n")
+    for number, output in enumerate(outputs, 1):
+        if len(outputs) > 1:
+            click.secho(f"--- {number}", dim=True)
+        click.echo(output.text)

@@ -1,0 +1,94 @@
+"""Laws 4 and 8: every kernel agrees with the reference within its tolerance, odd shapes included, and `supports` tells the truth. And bits: batch, threads, instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerances import KERNELS
+
+from qforge import numerics
+from qforge.ops.native import NativeDense, NativeKernel, instruction_sets
+from qforge.ops.select import kernels
+from qforge.qlinear import QuantizedLinear
+from qforge.scheme import Symmetry, parse
+
+SCHEMES = [
+    "int4-g8-sym", "int4-g32-asym",
+    "int4-g64-sym", "int4-g12-sym", "int4-channel-sym", "int4-channel-asym", "int4-tensor-sym", "int8-g16-asym", "int8-channel-sym", "int8-g128-sym",
+    "int3-g16-sym", "int5-g16-asym@f32", "int6-channel-sym", "int8-block24x16-sym", "int4-g32-offset", "fp8-e4m3-channel", "nf4-g16",
+]  # fmt: skip
+
+
+def _quantized(text: str, out_features: int, groups: int, rest: int, seed: int, order: bool) -> QuantizedLinear:
+    scheme = parse(text)
+    in_features = groups * scheme.granularity.columns if scheme.granularity.columns and scheme.granularity.per != "block" else groups * 8 + rest
+    g = torch.Generator().manual_seed(seed)
+    weight = torch.randn(out_features, in_features, generator=g)
+    scales, zeros = numerics.minmax_parameters(weight, scheme)
+    index = None
+    if order and scheme.granularity.per == "g":
+        index = (torch.arange(in_features) // scheme.granularity.columns)[torch.randperm(in_features, generator=g)].int()
+    bias = torch.randn(out_features, generator=g) if seed % 2 else None
+    return numerics.quantize(weight, scheme, scales, zeros, group_index=index, bias=bias)
+
+
+problems = st.builds(_quantized, st.sampled_from(SCHEMES), st.integers(1, 70), st.integers(1, 9), st.integers(0, 7), st.integers(0, 1000), st.booleans())
+
+
+@settings(max_examples=150, deadline=None)
+@given(q=problems, rows=st.integers(1, 20), seed=st.integers(0, 1000))
+def test_kernels_agree_with_fp64_where_they_say_yes_and_only_there(q: QuantizedLinear, rows: int, seed: int) -> None:
+    x = torch.randn(rows, q.in_features, generator=torch.Generator().manual_seed(seed))
+    wanted = x.double() @ numerics.dequantize(q).double().T + (0 if q.bias is None else q.bias.double())
+    answers = {}
+    for kernel in kernels(2):
+        answers[kernel.name] = kernel.supports(q.scheme, (q.out_features, q.in_features), "cpu")
+        if answers[kernel.name] is None:
+            y = kernel.run(x, kernel.prepack(q))
+            assert y.shape == wanted.shape
+            assert y.dtype == torch.float32
+            # a sum that cancels has an error relative to its terms, not to itself
+            terms = x.double().norm() * numerics.dequantize(q).double().norm() / q.in_features**0.5
+            assert (y - wanted).norm() <= KERNELS[kernel.name, "fp"] * (wanted.norm() + terms)
+    assert answers["reference"] is None
+    assert (answers["native"] is None) == (q.scheme.number.is_int and q.scheme.symmetry is not Symmetry.OFFSET)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    q=problems.filter(lambda q: q.scheme.number.is_int and q.scheme.symmetry is not Symmetry.OFFSET), rows=st.integers(1, 230), threads=st.integers(1, 4), seed=st.integers(0, 1000)
+)
+def test_a_row_has_the_same_bits_in_any_batch_on_any_threads(q: QuantizedLinear, rows: int, threads: int, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, q.in_features, generator=g)
+    one, many = NativeKernel(1), NativeKernel(threads)
+    packed = one.prepack(q)
+    whole = many.run(x, packed)
+    order = torch.randperm(rows, generator=g)
+    assert torch.equal(many.run(x[order], packed), whole[order])
+    for i in {0, rows // 2, rows - 1}:
+        assert torch.equal(one.run(x[i : i + 1], packed)[0], whole[i])
+
+
+@settings(max_examples=40, deadline=None)
+@given(q=problems.filter(lambda q: q.scheme.number.is_int and q.scheme.symmetry is not Symmetry.OFFSET), rows=st.integers(1, 14))
+def test_instruction_sets_have_the_same_bits(q: QuantizedLinear, rows: int) -> None:
+    x = torch.randn(rows, q.in_features, generator=torch.Generator().manual_seed(rows))
+    results = [NativeKernel(1, isa).run(x, NativeKernel(1, isa).prepack(q)) for isa in instruction_sets()]
+    assert all(torch.equal(r, results[0]) for r in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@settings(max_examples=25, deadline=None)
+@given(shape=st.tuples(st.integers(1, 120), st.integers(1, 70), st.integers(1, 300)), threads=st.integers(1, 3))
+def test_dense_rows_have_the_same_bits_in_any_batch(dtype: torch.dtype, shape: tuple[int, int, int], threads: int) -> None:
+    rows, out_features, in_features = shape
+    g = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, in_features, generator=g), torch.randn(out_features, in_features, generator=g).to(dtype)
+    kernel = NativeDense(threads)
+    packed = kernel.prepack(weight)
+    whole = kernel.run(x, packed)
+    for isa in instruction_sets():
+        assert torch.equal(NativeDense(1, isa).run(x[-1:], packed)[0], whole[-1])

@@ -1,0 +1,62 @@
+"""The tile layout of the native kernels, byte by byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qforge import numerics
+from qforge.ops.packing import block_length, embed, pack_dense, pack_quantized
+from qforge.qlinear import QuantizedLinear
+from qforge.scheme import parse
+
+
+def _quantized(text: str, out_features: int, in_features: int, seed: int = 0) -> QuantizedLinear:
+    scheme = parse(text)
+    weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(seed))
+    scales, zeros = numerics.minmax_parameters(weight, scheme)
+    return numerics.quantize(weight, scheme, scales, zeros)
+
+
+def test_int4_bytes_are_in_w4n16_order() -> None:
+    q = _quantized("int4-g16-asym", 20, 32)
+    tiles = pack_quantized(q)
+    assert tiles.codes.shape == (2, 4, 64)
+    for tile, chunk, column, byte in ((0, 0, 0, 0), (0, 3, 7, 2), (1, 1, 3, 1), (0, 2, 15, 3)):
+        got = int(tiles.codes[tile, chunk, column * 4 + byte])
+        row = q.codes[tile * 16 + column]
+        assert got == int(row[chunk * 8 + byte]) | int(row[chunk * 8 + byte + 4]) << 4
+
+
+def test_int8_symmetric_codes_are_stored_with_a_zero_point_of_128() -> None:
+    q = _quantized("int8-channel-sym", 16, 24)
+    tiles = pack_quantized(q)
+    assert tiles.codes.shape == (1, 3, 128)
+    assert tiles.zeros is not None
+    assert tiles.zeros.unique().tolist() == [128]
+    assert int(tiles.codes[0, 2, 64 + 5 * 4 + 1]) == int(q.codes[5, 2 * 8 + 4 + 1]) + 128
+
+
+@pytest.mark.parametrize(("group", "block"), [(8, 8), (12, 16), (64, 64), (128, 128), (576, 96), (2048, 128), (1536, 128), (130, 72), (1, 8), (288, 96)])
+def test_blocks_have_least_padding(group: int, block: int) -> None:
+    assert block_length(group) == block
+
+
+def test_inputs_are_taken_as_they_are_when_groups_fill_blocks() -> None:
+    assert pack_quantized(_quantized("int4-g64-sym", 16, 192)).gather is None
+    assert pack_quantized(_quantized("int4-channel-sym", 16, 20)).gather is not None
+
+
+def test_group_index_sorts_inputs_by_group() -> None:
+    q = _quantized("int4-g8-sym", 16, 24)
+    index = torch.tensor([2, 0, 1] * 8, dtype=torch.int32)
+    tiles = pack_quantized(QuantizedLinear(q.scheme, q.codes, q.scales, None, index))
+    assert tiles.gather is not None
+    assert tiles.gather.tolist() == [*range(1, 24, 3), *range(2, 24, 3), *range(0, 24, 3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_embedding_rows_come_back_from_a_packed_head(dtype: torch.dtype) -> None:
+    weight = torch.randn(37, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    tokens = torch.tensor([0, 36, 15, 16, 36])
+    assert torch.equal(embed(pack_dense(weight), tokens), weight[tokens].float())

@@ -6,6 +6,8 @@ The public API is the names in `__all__`; they are imported on first use, so tha
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -38,3 +40,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+class _Api(ModuleType):
+    """This package: `qforge.export` and `qforge.evaluate` are the functions, also after the rooms of the same names were imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):  # the import system binds a room to its parent
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Api

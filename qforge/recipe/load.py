@@ -24,7 +24,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Args:
         path: the YAML file; paths inside it are relative to its folder.
-        overrides: `key.path=value` texts, the value in YAML, list items by number: `quantize.overrides.0.scheme=int8-g64-sym`.
+        overrides: `key.path=value` texts, the value in YAML, list items by number: `quantize.overrides.0.scheme=int8-g64-sym`. Paths in them are relative to the file's folder too.
 
     Raises:
         RecipeError: the file cannot be read or is not a valid recipe; one line for each problem found.

@@ -22,6 +22,14 @@ def test_every_name_can_be_imported_and_is_documented(name: str) -> None:
     assert value.__doc__
 
 
+def test_rooms_do_not_hide_functions_of_the_same_name() -> None:
+    for name in ("evaluate", "export"):
+        room = importlib.import_module(f"qforge.{name}")
+        setattr(qforge, name, room)  # as the import system does
+        assert callable(getattr(qforge, name))
+        assert getattr(qforge, name) is not room
+
+
 def test_other_names_are_refused() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         qforge.nothing  # noqa: B018

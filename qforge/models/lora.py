@@ -62,6 +62,10 @@ class Merged:
         change = self._changes.get(name)
         return self._base.read(name) if change is None else _apply(change, self.start(name))
 
+    def changes(self, name: str) -> bool:
+        """Whether adapters change the tensor."""
+        return name in self._changes
+
     def start(self, name: str) -> torch.Tensor:
         """A changed tensor before anything is merged into it, fp32, fresh."""
         start = self._changes[name].start
@@ -187,6 +191,8 @@ def _settle_vocabulary(starts: Mapping[str, torch.Tensor], skeleton: Skeleton, c
 def _report(adapter: Adapter, merged: Merged, notes: tuple[str, ...]) -> AdapterReport:
     relative = []
     for module, product in adapter.products.items():
+        if not merged.changes(f"{module}.weight"):
+            continue  # the head of a pair that stays tied: the embedding has the same product
         base = merged.start(f"{module}.weight")
         norm = torch.linalg.vector_norm(base)
         change = _apply(_Change("", ((adapter.weight, product),)), base.clone()) - base

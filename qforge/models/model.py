@@ -155,7 +155,7 @@ def _open_directory(source: str, path: Path, dtype: str, trust_remote_code: bool
 def _own_dtype(config: PretrainedConfig, shards: WeightSource) -> torch.dtype:
     """The config's dtype if it is one that we store, else that of most stored floats."""
     named: Any = getattr(config, "dtype", None)
-    known = next((d for d in DTYPES.values() if d is named), None)
+    known: torch.dtype | None = next((d for d in DTYPES.values() if d is named), None)
     if known is not None:
         return known
     counts = dict.fromkeys(DTYPES.values(), 0)

@@ -1,0 +1,86 @@
+"""ModelSpec: each family's facts, rotary forms old and new, and None for what a ModelSpec cannot say."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, PretrainedConfig
+
+from qforge.models.spec import model_spec
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def config(family: str, **options: Any) -> PretrainedConfig:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return type(AutoConfig.for_model(family)).from_dict({"model_type": family, "max_position_embeddings": 1024, **sizes, **copy.deepcopy(options)})
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+        {"rope_theta": 5e5, "rope_scaling": {**{k: v for k, v in LLAMA3.items() if k != "rope_type"}, "type": "llama3", "rope_type": "llama3"}},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+    ],
+)
+def test_llama3_scaling_in_all_its_forms(form: dict[str, Any]) -> None:
+    spec = model_spec(config("llama", **form))
+    assert spec is not None
+    rope = spec.layer_ropes[0]
+    assert (rope.theta, rope.kind) == (5e5, "llama3")
+    assert dict(rope.parameters) == {k: v for k, v in LLAMA3.items() if k != "rope_type"}
+    assert len(set(spec.layer_ropes)) == 1
+    assert len(spec.layer_ropes) == 6
+
+
+def test_llama_head_width_biases_and_scale() -> None:
+    spec = model_spec(config("llama", head_dim=16, attention_bias=True, mlp_bias=True, tie_word_embeddings=True))
+    assert spec is not None
+    assert (spec.head_dim, spec.attention_scale) == (16, 0.25)
+    assert (spec.attention_bias, spec.output_bias, spec.mlp_bias, spec.tied_head) == (True, True, True, True)
+    plain = model_spec(config("llama"))
+    assert plain is not None
+    assert (plain.head_dim, plain.attention_bias, plain.qk_norm, plain.post_norms, plain.layer_windows) == (8, False, False, False, (0,) * 6)
+
+
+def test_qwen_and_mistral() -> None:
+    qwen2, qwen3 = model_spec(config("qwen2")), model_spec(config("qwen3", head_dim=16))
+    assert qwen2 is not None
+    assert qwen3 is not None
+    assert (qwen2.attention_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen3.attention_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 16)
+    sliding = model_spec(config("qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=4))
+    assert sliding is not None
+    assert sliding.layer_windows == (0, 0, 0, 0, 64, 64)
+    for window, want in ((32, 32), (None, 0)):
+        mistral = model_spec(config("mistral", sliding_window=window))
+        assert mistral is not None
+        assert mistral.layer_windows == (want,) * 6
+
+
+def test_gemma3_alternates_windows_and_ropes() -> None:
+    spec = model_spec(config("gemma3_text", head_dim=8, sliding_window=16, query_pre_attn_scalar=64, rope_theta=1e6, rope_local_base_freq=1e4))
+    assert spec is not None
+    assert spec.layer_windows == (16, 16, 16, 16, 16, 0)
+    assert [r.theta for r in spec.layer_ropes] == [1e4] * 5 + [1e6]
+    assert (spec.attention_scale, spec.norm_offset, spec.embedding_scale) == (0.125, 1.0, 32**0.5)
+    assert (spec.qk_norm, spec.post_norms, spec.hidden_act) == (True, True, "gelu_pytorch_tanh")
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gpt_neox", {}),
+        ("phi3", {"pad_token_id": 0}),
+        ("llama", {"hidden_act": "relu"}),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}),
+        ("gemma3_text", {"use_bidirectional_attention": True}),
+    ],
+)
+def test_what_a_spec_cannot_say_is_none(family: str, options: dict[str, Any]) -> None:
+    assert model_spec(config(family, **options)) is None

@@ -1,0 +1,96 @@
+"""Tiny models for runtime tests, transformers' view of them, and one quantized in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from qforge import numerics
+from qforge.models.model import Model, open_model
+from qforge.qlinear import QuantizedLinear
+from qforge.scheme import parse
+
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", {}),
+    "llama-untied-rope3": (
+        "llama",
+        {
+            "tied": False,
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "llama-linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": 20}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma3": ("gemma3_text", {"sliding_window": 20}),
+}  # fmt: skip
+
+
+@cache
+def folder(name: str) -> Path:
+    """A tiny model of one of FAMILIES, made once a test session."""
+    family, settings = FAMILIES[name]
+    return tiny.make(Path(mkdtemp()) / name, family, **settings)  # type: ignore[arg-type]
+
+
+@cache
+def model(name: str) -> Model:
+    """The same, opened."""
+    return open_model(str(folder(name)))
+
+
+@cache
+def transformers_model(name: str) -> PreTrainedModel:
+    """The same, in transformers."""
+    return AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32).eval()
+
+
+class Quantized(Model):
+    """A model whose linears are rounded when they are asked for."""
+
+    def linear(self, name: str) -> QuantizedLinear:
+        """The rounded linear."""
+        names = self.weights.names()
+        weight, scheme = self.weights.read(f"{name}.weight"), self.schemes[name]
+        scales, zeros = numerics.minmax_parameters(weight, scheme)
+        return numerics.quantize(weight, scheme, scales, zeros, bias=self.weights.read(f"{name}.bias") if f"{name}.bias" in names else None)
+
+
+def quantized(name: str, scheme: Callable[[str], str | None]) -> tuple[Quantized, PreTrainedModel]:
+    """A tiny model with linears rounded by `scheme(module name)`, and transformers' model with the same dequantized weights."""
+    plain = model(name)
+    linears = [n.removesuffix(".weight") for n in plain.weights.names() if "_proj." in n and n.endswith(".weight")]
+    schemes = {n: parse(text) for n in linears if (text := scheme(n)) is not None}
+    ours = Quantized(**{f: getattr(plain, f) for f in plain.__dataclass_fields__})
+    ours = replace(ours, schemes=schemes)
+    theirs = AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32).eval()
+    modules = dict(theirs.named_modules())
+    with torch.no_grad():
+        for n in schemes:
+            modules[n].weight.copy_(numerics.dequantize(ours.linear(n)))
+    return ours, theirs
+
+
+def prompts(count: int, longest: int, seed: int = 0, vocabulary: int = 380) -> list[list[int]]:
+    """Seeded random prompts of mixed lengths."""
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocabulary, (int(n),), generator=g).tolist() for n in torch.randint(1, longest, (count,), generator=g)]
+
+
+@torch.no_grad()
+def greedy(theirs: PreTrainedModel, prompt: list[int], tokens: int) -> list[int]:
+    """transformers' greedy continuation."""
+    ids = torch.tensor([prompt])
+    out: list[int] = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)[0, len(prompt) :].tolist()
+    return out

@@ -1,0 +1,172 @@
+"""The public face of the runtime: prompts, endings, texts, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from runtime_models import folder, greedy, model, prompts, transformers_model
+
+from qforge.errors import DataError, UnsupportedError
+from qforge.runtime import LLM, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(model("llama"), num_blocks=20)
+
+
+def test_importing_the_runtime_imports_no_torch() -> None:
+    code = "import qforge.runtime, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_texts_token_ids_and_messages_are_all_prompts(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "add two numbers"}]
+    text = "<|im_start|>user\nadd two numbers<|im_end|>\n<|im_start|>assistant\n"
+    a, b, c = llm.generate(["The small mill", llm.tokenizer("The small mill").input_ids, messages], SamplingParams(max_tokens=5))
+    assert a.token_ids == b.token_ids
+    assert (a.prompt, b.prompt, c.prompt) == ("The small mill", None, text)
+    assert c.prompt_token_ids == llm.tokenizer(text, add_special_tokens=False).input_ids
+
+
+def test_a_bos_is_added_to_text_and_not_doubled_in_chat(tmp_path: Path) -> None:
+    target = tmp_path / "bos"
+    shutil.copytree(folder("llama"), target)
+    file = target / "tokenizer.json"
+    raw = json.loads(file.read_text())
+    special = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}}
+    single = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    raw["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}], "special_tokens": special}
+    file.write_text(json.dumps(raw))
+    config = json.loads((target / "tokenizer_config.json").read_text())
+    template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (target / "chat_template.jinja").write_text(template)
+    config.pop("chat_template", None)
+    (target / "tokenizer_config.json").write_text(json.dumps(config))
+    llm = LLM(str(target))
+    assert llm.tokenize("mill")[1][0] == 0
+    assert llm.tokenize([{"role": "user", "content": "mill"}])[1] == llm.tokenize("mill")[1]
+
+
+def test_a_continuation_ends_at_the_end_token_or_goes_on_if_asked(llm: LLM) -> None:
+    prompt = prompts(1, 30, seed=8)[0]
+    free = llm.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))[0]
+    stop = free.token_ids[4]
+    first = free.token_ids.index(stop)
+    ended = llm.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=(stop,)))[0]
+    assert (ended.token_ids, ended.finish_reason) == (free.token_ids[: first + 1], "stop")
+    assert free.finish_reason == "length"
+
+
+@pytest.mark.parametrize(("written", "where"), [(7, "generation_config.json"), ([5, 7], "generation_config.json"), ([5, 7], "config.json")])
+def test_end_tokens_come_from_the_generation_config_or_the_config(tmp_path: Path, written: object, where: str) -> None:
+    target = tmp_path / "m"
+    shutil.copytree(folder("llama"), target)
+    if where == "config.json":
+        (target / "generation_config.json").unlink(missing_ok=True)
+    file = target / where
+    value = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(value | {"eos_token_id": written}))
+    assert LLM(str(target)).engine()._end_ids == frozenset(written if isinstance(written, list) else [written])
+
+
+def test_a_stop_string_cuts_the_text(llm: LLM) -> None:
+    prompt = "The small mill stands"
+    free = llm.generate([prompt], SamplingParams(max_tokens=30, ignore_eos=True))[0]
+    stop = free.text[7:10]
+    cut = llm.generate([prompt], SamplingParams(max_tokens=30, ignore_eos=True, stop=(stop, "never there")))[0]
+    assert cut.text == free.text[: free.text.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
+
+
+def test_sampled_tokens_depend_on_the_seed_alone(llm: LLM) -> None:
+    given = prompts(12, 30, seed=9)
+    params = [SamplingParams(max_tokens=10, temperature=1.0, top_k=50, top_p=0.9, seed=i) for i in range(12)]
+    batch = [o.token_ids for o in llm.generate(given, params)]
+    assert [llm.generate([p], s)[0].token_ids for p, s in zip(given, params, strict=True)] == batch
+    assert batch != [o.token_ids for o in llm.generate(given, [SamplingParams(max_tokens=10, temperature=1.0, top_k=50, top_p=0.9, seed=i + 99) for i in range(12)])]
+
+
+def test_a_pool_that_runs_out_changes_no_token() -> None:
+    given = prompts(10, 60, seed=10)
+    tight = LLM(model("llama"), num_blocks=6, max_step_tokens=40)
+    engine = tight.engine()
+    requests = [engine.add(p, SamplingParams(max_tokens=30, ignore_eos=True)) for p in given]
+    while engine.busy():
+        engine.step()
+    assert sum(r.preemptions for r in requests) > 0
+    roomy = LLM(model("llama")).generate(given, SamplingParams(max_tokens=30, ignore_eos=True))
+    assert [r.generated for r in requests] == [o.token_ids for o in roomy]
+
+
+def test_cancelling_one_request_touches_no_other(llm: LLM) -> None:
+    given = prompts(4, 30, seed=11)
+    wanted = [o.token_ids for o in llm.generate(given, SamplingParams(max_tokens=12, ignore_eos=True))]
+    engine = llm.engine()
+    requests = [engine.add(p, SamplingParams(max_tokens=12, ignore_eos=True)) for p in given]
+    for turn in range(200):
+        if turn == 3:
+            engine.cancel(requests[1])
+        if not engine.step() and not engine.busy():
+            break
+    assert [r.generated for i, r in enumerate(requests) if i != 1] == [w for i, w in enumerate(wanted) if i != 1]
+    assert str(requests[1].finish_reason) == "cancelled"
+
+
+def test_a_continuation_ends_where_the_context_ends(llm: LLM) -> None:
+    prompt = prompts(1, 2, seed=1)[0] * 250
+    output = llm.generate([prompt], SamplingParams(max_tokens=100, ignore_eos=True))[0]
+    assert len(prompt) + len(output.token_ids) == 256
+    assert output.finish_reason == "length"
+    assert output.token_ids == greedy(transformers_model("llama"), prompt, 6)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "empty"),
+        ([], "neither"),
+        ([3] * 256, "256 tokens leaves no room in the model's context of 256"),
+        ([384000], "384000 is not in the model's vocabulary"),
+        ([{"role": "user"}], "neither"),
+    ],
+)
+def test_bad_prompts_are_refused_with_their_number(llm: LLM, prompt: object, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        llm.generate(["fine", prompt])  # type: ignore[list-item]
+    assert "prompt 2 of 2" in str(caught.value)
+
+
+def test_a_request_that_never_fits_is_refused_at_once(llm: LLM) -> None:
+    small = LLM(model("llama"), num_blocks=3)
+    with pytest.raises(DataError, match=r"needs 4 cache blocks of 16 tokens, and the pool has 3"):
+        small.generate([[3] * 30], SamplingParams(max_tokens=20))
+    assert len(small.generate([[3] * 30], SamplingParams(max_tokens=18, ignore_eos=True))[0].token_ids) == 18
+
+
+def test_int8_activations_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="int8 activations are not available yet"):
+        LLM(model("llama"), activations="int8")
+
+
+def test_a_family_that_is_not_listed_is_refused_with_the_list(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"lists llama, mistral, qwen2, qwen3, gemma3_text.*transformers"):
+        LLM(str(tiny.make(tmp_path / "m", "olmo2")))
+
+
+def test_windows_longer_than_the_context_are_refused(llm: LLM) -> None:
+    with pytest.raises(DataError, match="257 tokens is longer"):
+        next(llm.score([[3] * 257]))
+    assert [len(p) for p in llm.score([[3, 4], [5]])] == [1]
+
+
+def test_scoring_gives_fp32(llm: LLM) -> None:
+    assert next(llm.score([[3, 4, 5]])).dtype == torch.float32

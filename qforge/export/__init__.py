@@ -1,1 +1,47 @@
 """Writing models for other programs, and reading back what was written with readers that are not ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from qforge.errors import UnsupportedError
+from qforge.export.gguf import GgufExporter
+from qforge.export.gptq import GptqExporter
+from qforge.models.model import Model
+
+__all__ = ["Exporter", "available", "exporter"]
+
+
+class Exporter(Protocol):
+    """Writes an opened model in one format."""
+
+    @property
+    def name(self) -> str:
+        """The format's name, as a recipe writes it."""
+
+    def check(self, model: Model) -> str | None:
+        """None, or why the model cannot be written."""
+
+    def write(self, model: Model, folder: Path) -> list[Path]:
+        """Write the files into `folder` and return their paths."""
+
+
+def available() -> list[str]:
+    """Formats that can be written today."""
+    return ["gguf", "gptq"]
+
+
+def exporter(format_name: str, type_name: str | None = None) -> Exporter:
+    """The exporter of a recipe's `export` entry.
+
+    Raises:
+        UnsupportedError: a format, or a type of one, that is not available.
+    """
+    if format_name == "gguf":
+        return GgufExporter(type_name or "auto")
+    if format_name == "gptq":
+        if type_name is not None:
+            raise UnsupportedError(f"export gptq takes no type ('{type_name}' was given); leave it out")
+        return GptqExporter()
+    raise UnsupportedError(f"export {format_name} is not available yet; available: {', '.join(available())}")

@@ -1,0 +1,150 @@
+"""What a model file holds: family, schemes, bits per weight, sizes, metadata, provenance; and whether it is sound."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qforge.errors import ModelError
+from qforge.export.hf import PROVENANCE, weight_shape
+from qforge.files import size_of
+from qforge.models.config import read_json
+from qforge.models.gguf_header import GgufHeader, read_gguf_header
+from qforge.models.model import Model, open_model
+from qforge.models.shards import Shards, find
+
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings")
+
+
+def inspect(path: Path, *, check: bool = False) -> dict[str, Any]:
+    """Describe a Hugging Face directory, an artifact (or the folder of a run), a GPTQ checkpoint or a `.gguf` file.
+
+    Headers, sizes, offsets and shapes are always checked against each other.
+
+    Args:
+        check: read every tensor as well: floats must be finite, codes and scales must fit their scheme.
+
+    Raises:
+        ModelError: there is nothing there, it is of an unknown kind, or it is damaged.
+    """
+    if not path.exists():
+        raise ModelError(f"there is nothing at '{path}'; give a model directory, the folder of a run, or a .gguf file")
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"{path} is a file but no .gguf; give a model directory, the folder of a run, or a .gguf file")
+        return _gguf(read_gguf_header(path), check)
+    if not (path / "config.json").exists() and (path / "model" / "config.json").exists():
+        path = path / "model"
+    return _directory(path, check)
+
+
+def _directory(path: Path, check: bool) -> dict[str, Any]:
+    model = open_model(str(path))
+    shards = Shards(find(path))
+    parameters = sum(torch.Size(model.weights.info(n).shape).numel() for n in model.weights.names())
+    stored = [shards.info(n) for n in shards.names()]
+    tensor_bytes = sum(_numel(i.shape) * i.dtype.itemsize for i in stored)
+    linears = [_linear(model, name) for name in model.schemes]
+    quantized = sum(entry["weights"] for entry in linears)
+    if check:
+        _read_all(model)
+    return {
+        "path": str(path),
+        "kind": _kind(path),
+        "family": model.config.model_type,
+        "architectures": list(model.config.architectures or []),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "parameters": parameters,
+        "size_bytes": size_of(path),
+        "tensor_bytes": tensor_bytes,
+        "bits_per_weight": round(8 * tensor_bytes / parameters, 4),
+        "quantized_fraction": round(quantized / parameters, 4),
+        "quantized_bits_per_weight": round(sum(e["bits_per_weight"] * e["weights"] for e in linears) / quantized, 4) if quantized else None,
+        "schemes": _counted([entry["scheme"] for entry in linears]),
+        "tensor_types": _counted([str(i.dtype).removeprefix("torch.") for i in stored]),
+        "metadata": {key: getattr(model.config, key, None) for key in _SIZES},
+        "linears": linears,
+        "provenance": read_json(path / PROVENANCE) if (path / PROVENANCE).exists() else None,
+        "sound": True,
+        "checked": "all tensors read" if check else "headers, sizes and shapes",
+    }
+
+
+def _kind(path: Path) -> str:
+    method = (read_json(path / "config.json").get("quantization_config") or {}).get("quant_method")
+    if (path / PROVENANCE).exists():
+        return "qforge artifact"
+    return f"{method} checkpoint" if method else "Hugging Face model"
+
+
+def _linear(model: Model, name: str) -> dict[str, Any]:
+    scheme, shape = model.schemes[name], weight_shape(model, name)
+    weights = shape[0] * shape[1]
+    return {"name": name, "scheme": str(scheme), "shape": list(shape), "weights": weights, "bits_per_weight": round(scheme.storage_bits(*shape) / weights, 4)}
+
+
+def _read_all(model: Model) -> None:
+    for name in model.schemes:
+        model.linear(name)
+    for name in model.weights.names():
+        tensor = model.weights.read(name)
+        if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+            raise ModelError(f"tensor '{name}' holds values that are not finite; the file is damaged or was made from such weights")
+
+
+def _gguf(header: GgufHeader, check: bool) -> dict[str, Any]:
+    parameters = sum(_numel(t.shape) for t in header.tensors.values())
+    tensor_bytes = sum(t.nbytes for t in header.tensors.values())
+    if check:
+        _read_all(open_model(str(header.path)))
+    metadata = {key: value for key, value in header.metadata.items() if isinstance(value, (str, int, float, bool)) and len(str(value)) <= 200}
+    matrices = [t for t in header.tensors.values() if len(t.shape) > 1]
+    return {
+        "path": str(header.path),
+        "kind": "GGUF file",
+        "family": header.architecture,
+        "parameters": parameters,
+        "size_bytes": size_of(header.path),
+        "tensor_bytes": tensor_bytes,
+        "bits_per_weight": round(8 * tensor_bytes / max(parameters, 1), 4),
+        "schemes": _counted([t.type.name for t in matrices]),
+        "tensor_types": _counted([t.type.name for t in header.tensors.values()]),
+        "metadata": metadata,
+        "tensors": [{"name": t.name, "type": t.type.name, "shape": list(t.shape)} for t in header.tensors.values()],
+        "provenance": None,
+        "sound": True,
+        "checked": "all tensors read" if check else "header, sizes and offsets",
+    }
+
+
+def _counted(items: list[str]) -> dict[str, int]:
+    return dict(sorted(Counter(items).items(), key=lambda pair: (-pair[1], pair[0])))
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def summary(found: Mapping[str, Any]) -> Iterator[str]:
+    """The lines that a person reads."""
+    yield f"{found['kind']}: {found['family']}, {found['parameters']:,} parameters, {found['size_bytes'] / 1e6:,.1f} MB, {found['bits_per_weight']:.2f} bits per weight"
+    if found.get("quantized_bits_per_weight"):
+        yield f"quantized:  {found['quantized_fraction']:.1%} of the weights, at {found['quantized_bits_per_weight']:.3f} bits each, scales included"
+    if found["schemes"]:
+        of = "matrices" if found["kind"] == "GGUF file" else "linears"
+        yield f"schemes:    {', '.join(f'{scheme} ({count} {of})' for scheme, count in found['schemes'].items())}"
+    yield f"tensors:    {', '.join(f'{count} {kind}' for kind, count in found['tensor_types'].items())}"
+    for key, value in found["metadata"].items():
+        if value is not None:
+            yield f"            {key} = {value}"
+    if found["provenance"]:
+        yield "provenance:"
+        for key, value in found["provenance"].items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield f"            {key} = {text if len(text) <= 100 else text[:97] + '...'}"
+    yield f"sound:      yes ({found['checked']})"

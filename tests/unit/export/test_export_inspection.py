@@ -1,0 +1,129 @@
+"""`qforge inspect`: what it says of each kind of file, and one line with exit code 2 for damaged ones."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+import tiny
+import torch
+from quantized_models import quantized, rtn
+
+from qforge.cli.main import main
+from qforge.export.gguf import GgufExporter
+from qforge.export.gptq import GptqExporter
+from qforge.export.hf import write_artifact
+from qforge.models.model import open_model
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inspect")
+    source = open_model(str(tiny.make(folder / "plain", layers=2, dtype=torch.bfloat16)))
+    schemes, linear = rtn(source, "int4-g32-sym", overrides={"down_proj": "int8-g64-sym"})
+    write_artifact(folder / "run/model", source, schemes, linear, {"recipe": {"version": 1}, "recipe_sha256": "abc"})
+    model = quantized(source)
+    GptqExporter().write(model, folder / "gptq")
+    GgufExporter().write(model, folder / "gguf")
+    return folder
+
+
+def run(capsys, *args):
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", *map(str, args)])
+    out, err = capsys.readouterr()
+    return ended.value.code, out, err
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "schemes"),
+    [
+        ("plain", "Hugging Face model", {}),
+        ("run", "qforge artifact", {"int4-g32-sym": 12, "int8-g64-sym": 2}),
+        ("gptq", "gptq checkpoint", {"int4-g32-sym@f16": 14}),
+        ("gguf/model-q4_0.gguf", "GGUF file", {"Q4_0": 14, "BF16": 1}),
+    ],
+)
+def test_what_it_says(files, capsys, name, kind, schemes):
+    code, out, _ = run(capsys, files / name, "--json", "--check")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["kind"], found["family"], found["schemes"], found["sound"]) == (kind, "llama", schemes, True)
+    plain = open_model(str(files / "plain")).weights
+    assert found["parameters"] == sum(torch.Size(plain.info(n).shape).numel() for n in plain.names())
+    assert (found["provenance"] or {}).get("recipe_sha256") == ("abc" if name == "run" else None)
+    code, out, _ = run(capsys, files / name)
+    assert code == 0
+    assert kind in out
+    assert "sound:      yes" in out
+
+
+def test_bits_of_the_quantized_weights(files, capsys):
+    found = json.loads(run(capsys, files / "run", "--json")[1])
+    by_name = {e["name"]: e for e in found["linears"]}
+    assert by_name["model.layers.0.mlp.up_proj"]["bits_per_weight"] == 4.5
+    assert by_name["model.layers.1.mlp.down_proj"]["bits_per_weight"] == 8.25
+    assert 4.5 < found["quantized_bits_per_weight"] < 8.25
+
+
+def _cut(data, n):
+    return data[:n]
+
+
+def _flip_header_length(data):
+    return struct.pack("<Q", 1 << 60) + data[8:]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("run/model/model.safetensors", lambda d: _cut(d, len(d) - 100)),
+        ("run/model/model.safetensors", lambda d: _cut(d, 4)),
+        ("run/model/model.safetensors", _flip_header_length),
+        ("run/model/model.safetensors", lambda d: b""),
+        ("run/model/config.json", lambda d: d[: len(d) // 2]),
+        ("run/model/config.json", lambda d: d.replace(b'"num_bits": 4', b'"num_bits": 77')),
+        ("run/model/config.json", lambda d: d.replace(b'"group_size": 32', b'"group_size": 16')),
+        ("gptq/config.json", lambda d: d.replace(b'"bits": 4', b'"bits": "four"')),
+        ("gguf/model-q4_0.gguf", lambda d: _cut(d, len(d) - 100)),
+        ("gguf/model-q4_0.gguf", lambda d: _cut(d, 30)),
+        ("gguf/model-q4_0.gguf", lambda d: b"GGML" + d[4:]),
+        ("gguf/model-q4_0.gguf", lambda d: d[:8] + struct.pack("<Q", 1 << 61) + d[16:]),
+    ],
+)
+def test_damaged_files_are_one_line_and_exit_code_2(files, capsys, name, damage):
+    path = files / name
+    whole = path.read_bytes()
+    changed = damage(whole)
+    assert changed != whole
+    path.write_bytes(changed)
+    try:
+        target = path if path.suffix == ".gguf" else path.parent
+        code, out, err = run(capsys, target, "--check")
+    finally:
+        path.write_bytes(whole)
+    assert code == 2, (out, err)
+    assert err.startswith("error: ")
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_not_a_number_is_found_by_reading(files, capsys):
+    path = files / "plain/model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-2] + struct.pack("<H", 0x7FC0))
+    try:
+        assert run(capsys, files / "plain")[0] == 0
+        code, _, err = run(capsys, files / "plain", "--check")
+    finally:
+        path.write_bytes(whole)
+    assert code == 2
+    assert "not finite" in err
+
+
+def test_nothing_there(capsys, tmp_path):
+    code, _, err = run(capsys, tmp_path / "no")
+    assert code == 2
+    assert "there is nothing at" in err
+    (tmp_path / "x.bin").write_bytes(b"x")
+    assert run(capsys, tmp_path / "x.bin")[0] == 2

@@ -1,0 +1,67 @@
+"""llama.cpp, a program that is not ours, computes what transformers computes from the fp32 twin of each family, and nearly that from packed integers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import tiny
+from quantized_models import quantized
+
+from qforge.engines import llama_cpp
+from qforge.engines.transformers_engine import TransformersEngine
+from qforge.errors import ModelError
+from qforge.export.gguf import GgufExporter
+from qforge.export.verify import next_token_logprobs, verify, verify_in_llama_cpp
+from qforge.models.model import open_model
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+CASES = {
+    "llama": ("llama", {}),
+    "llama3 scaling": ("llama", {"hidden": 256, "heads": 4, "rope_parameters": LLAMA3}),
+    "linear scaling": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
+    "yarn scaling": ("llama", {"rope_parameters": YARN}),
+    "untied with biases": ("llama", {"tied": False, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": 64}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma3": ("gemma3_text", {"layers": 7, "sliding_window": 32, "query_pre_attn_scalar": 16}),
+}
+pytestmark = pytest.mark.slow
+
+
+def prompts(vocab_size, lengths):
+    rng = random.Random(0)
+    return [[rng.randrange(3, vocab_size) for _ in range(n)] for n in lengths]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_f32_twin_agrees(tmp_path, case):
+    family, options = CASES[case]
+    model = quantized(open_model(str(tiny.make(tmp_path / "source", family, **{"layers": 2, **options}))))
+    (path,) = GgufExporter("f32").write(model, tmp_path / "out")
+    given = prompts(model.config.vocab_size, (3, 20, 60) if case == "mistral" else (3, 60, 150))
+    theirs, version = llama_cpp.next_token_logprobs(path, given, model.config.vocab_size)
+    ours = next_token_logprobs(TransformersEngine(model), given)
+    assert "xllamacpp" in version
+    assert (theirs - ours).abs().max() < (5e-3 if family == "gemma3_text" else 1e-4)  # ggml's GELU is a table in fp16
+
+
+@pytest.mark.parametrize("text", ["int4-g32-sym", "int4-g32-asym", "int8-channel-sym"])
+def test_packed_integers_run(tmp_path, text):
+    model = quantized(open_model(str(tiny.make(tmp_path / "source", layers=2))), text)
+    paths = GgufExporter().write(model, tmp_path / "out")
+    done, skipped = verify("gguf", paths, model, TransformersEngine(model), prompts(model.config.vocab_size, (10, 40, 80)))
+    assert not skipped
+    assert done[0].weights_equal
+    assert done[1].positions == 3
+    assert done[1].kl_mean < 0.02
+
+
+def test_a_damaged_file_is_one_message(tmp_path):
+    model = quantized(open_model(str(tiny.make(tmp_path / "source", layers=1))))
+    (path,) = GgufExporter().write(model, tmp_path / "out")
+    path.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(ModelError, match=r"llama\.cpp could not run model-q4_0\.gguf"):
+        verify_in_llama_cpp(path, model, TransformersEngine(model), [[5, 6]])

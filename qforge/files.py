@@ -90,10 +90,10 @@ def lock(folder: Path) -> Iterator[None]:
     Raises:
         OutputError: another process holds it, or the folder cannot be written.
     """
-    with readable_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = open(folder / ".lock", "a")
-    with handle:
+    with contextlib.ExitStack() as stack:
+        with readable_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            handle = stack.enter_context(open(folder / ".lock", "a"))
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:

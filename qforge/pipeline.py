@@ -13,10 +13,10 @@ import torch
 from qforge import report
 from qforge.errors import OutputError
 from qforge.files import lock, readable_errors, write_text
-from qforge.models.adapter import with_adapters
 from qforge.models.blocks import BlockModel
+from qforge.models.lora import with_adapters
 from qforge.models.model import Model, open_model
-from qforge.plan import Plan, check_exports, make_plan
+from qforge.plan import Plan, make_plan
 from qforge.progress import SILENT, Progress
 from qforge.recipe import Recipe, load_recipe
 from qforge.stages import artifact as artifacts
@@ -40,7 +40,7 @@ def plan(recipe: Recipe | str | Path, *, overrides: Sequence[str] = ()) -> tuple
     recipe = _loaded(recipe, overrides)
     _, model = _open(recipe)
     planned = make_plan(recipe, model, BlockModel(model))
-    check_exports(recipe, replace(model, schemes=planned.schemes))
+    exports.check(recipe, replace(model, schemes=planned.schemes))
     gather_texts(recipe, model, planned, None)
     return recipe, planned
 
@@ -69,7 +69,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
         base, model = _open(recipe)
         blocks = BlockModel(model)
         planned = make_plan(recipe, model, blocks)
-        skipped = check_exports(recipe, replace(model, schemes=planned.schemes))
+        skipped = exports.check(recipe, replace(model, schemes=planned.schemes))
         gather_texts(recipe, model, planned, None)
         model_sha256 = model.fingerprint()
     with lock(out):
@@ -82,7 +82,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
         with meter.stage("quantize"):
             pieces = artifacts.quantize(recipe, model, model_sha256, blocks, planned, texts, journal, progress)
         with meter.stage("write"):
-            written = artifacts.write(out / "model", model, model_sha256, recipe, planned, texts, pieces, journal)
+            written = artifacts.write(out / "model", recipe, model, model_sha256, planned, texts, pieces, journal)
             artifact = open_model(str(out / "model"))
         with meter.stage("export"):
             made = exports.make(recipe, artifact, written["sha256"], skipped, out, journal, progress)
@@ -92,7 +92,8 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
                 hashes = {"merged": model_sha256, "artifact": written["sha256"]}
                 evaluation = evidence.measure_artifact(recipe.evaluate.engine, base, model, artifact, hashes, texts.evaluation, journal, progress)
         with meter.stage("verify"):
-            made = exports.verify(made, artifact, written["sha256"], texts.evaluation, out, journal, progress)
+            engine = "auto" if recipe.evaluate is None else recipe.evaluate.engine
+            made = exports.verify_all(made, artifact, written["sha256"], engine, texts.evaluation, out, journal, progress)
         results = outcome.assemble(recipe, model, planned, texts, written, evaluation, made, pieces, journal, meter)
         write_text(out / "results.json", results.to_json())
         report.write(out / "results.json", out, list(recipe.report.formats))

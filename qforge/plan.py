@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 import torch
 
 from qforge.errors import MissingCapabilityError, RecipeError, UnsupportedError
-from qforge.export import exporter
 from qforge.methods import Quantizer, find
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
@@ -199,23 +198,6 @@ def _gemm_rate() -> float:
         torch.mm(a, b)
         best = min(best, time.perf_counter() - start)
     return a.shape[0] * b.numel() / best
-
-
-def check_exports(recipe: Recipe, planned: Model) -> list[tuple[str, str]]:
-    """(format, reason) of every *optional* export that cannot be made; a required one is an error.
-
-    Args:
-        recipe: with its `export` list.
-        planned: the merged model with the schemes that it will have.
-    """
-    skipped = []
-    for section in recipe.export:
-        problem = exporter(section.format, section.type).check(planned)
-        if problem is not None and not section.optional:
-            raise UnsupportedError(f"export {section.format}: {problem}")
-        if problem is not None:
-            skipped.append((section.format, problem))
-    return skipped
 
 
 def _count(shape: Iterable[int]) -> int:

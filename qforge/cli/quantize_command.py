@@ -19,12 +19,13 @@ def command(recipe_file: Path, overrides: tuple[str, ...], out: Path | None, fre
     from qforge import pipeline
     from qforge.cli.output import print_plan, print_results
     from qforge.cli.progress import TerminalProgress
+    from qforge.recipe import load_recipe
 
     if dry_run:
         print_plan(*pipeline.plan(recipe_file, overrides=overrides))
         return
     with TerminalProgress() as progress:
-        recipe = pipeline.load_recipe(recipe_file, overrides)
+        recipe = load_recipe(recipe_file, overrides)
         results = pipeline.quantize(recipe, out=out, fresh=fresh, progress=progress)
     print_results(results, out if out is not None else Path("runs") / recipe.name)
     sys.exit(0 if results.passed else 1)

@@ -14,6 +14,7 @@ from qforge.errors import UnsupportedError
 from qforge.evaluate.divergence import evaluate
 from qforge.models.model import Model
 from qforge.progress import Progress
+from qforge.runtime.decoder import supports
 from qforge.stages.journal import Journal, key
 from qforge.text.windows import EvaluationWindows
 from qforge.types import Cluster, Evaluation
@@ -25,7 +26,7 @@ def engine_for(model: Model, name: str) -> Scorer:
     Raises:
         UnsupportedError: `runtime` was asked for and does not run this model.
     """
-    reason = RuntimeEngine.supports(model)
+    reason = supports(model.spec)
     if name == "transformers" or (name == "auto" and reason is not None):
         return TransformersEngine(model)
     if reason is not None:

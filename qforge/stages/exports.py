@@ -1,0 +1,159 @@
+"""Exports of a run: written from the artifact on disk, kept when they are there already, read back and executed by others."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qforge.errors import UnsupportedError
+from qforge.export import exporter
+from qforge.export.verify import seeded_prompts, verify
+from qforge.files import sha256_tree, size_of
+from qforge.models.model import Model
+from qforge.progress import Progress
+from qforge.recipe import Recipe
+from qforge.stages.evidence import engine_for
+from qforge.stages.journal import Journal, key
+from qforge.text.documents import documents
+from qforge.text.windows import EvaluationWindows, evaluation_windows
+from qforge.types import ExportResult, Verification
+
+POSITIONS = 64  # at which a foreign engine's next-token distribution is compared with ours
+
+
+def check(recipe: Recipe, planned: Model) -> list[tuple[str, str]]:
+    """(format, reason) of every *optional* export that cannot be made.
+
+    Args:
+        recipe: with its `export` list.
+        planned: the merged model with the schemes that it will have.
+
+    Raises:
+        UnsupportedError: a required export cannot be made.
+    """
+    skipped = []
+    for section in recipe.export:
+        try:
+            problem = exporter(section.format, section.type).check(planned)
+        except UnsupportedError as e:
+            problem = str(e)
+        if problem is not None and not section.optional:
+            raise UnsupportedError(problem if problem.startswith("export ") else f"export {section.format}: {problem}")
+        if problem is not None:
+            skipped.append((section.format, problem))
+    return skipped
+
+
+def make(recipe: Recipe, artifact: Model, artifact_sha256: str, skipped: Sequence[tuple[str, str]], out: Path, journal: Journal, progress: Progress) -> list[ExportResult]:
+    """Write every export of the recipe; one that is there, whole and unchanged, stays.
+
+    Args:
+        recipe: with its `export` list.
+        artifact: opened from disk.
+        artifact_sha256: of its folder.
+        skipped: optional exports that cannot be made, with the reason.
+        out: the run's folder; exports go to `exports/<format>` (`exports/<format>-<type>` where a format is asked for twice).
+        journal: keeps hashes.
+        progress: is told.
+    """
+    reasons = dict(skipped)
+    formats = [e.format for e in recipe.export]
+    results = []
+    for section in progress.track(recipe.export, "export", len(recipe.export)):
+        if section.format in reasons:
+            results.append(ExportResult(section.format, skipped_because=reasons[section.format]))
+            continue
+        twice = formats.count(section.format) > 1
+        relative = f"exports/{section.format}" + (f"-{section.type or 'auto'}" if twice else "")
+        name = key("export", artifact=artifact_sha256, format=section.format, type=section.type, path=relative)
+        found = journal.load(name)
+        if found is None or not (out / relative).is_dir() or sha256_tree(out / relative) != found[1]["sha256"]:
+            found = ({}, _write(artifact, section.format, section.type, out / relative))
+            journal.save(name, {"done": torch.ones(1)}, found[1])
+        results.append(ExportResult(section.format, relative, **found[1]))
+    return results
+
+
+def _write(artifact: Model, format_name: str, type_name: str | None, folder: Path) -> dict[str, Any]:
+    shutil.rmtree(folder, ignore_errors=True)
+    exporter(format_name, type_name).write(artifact, folder)
+    return {"sha256": sha256_tree(folder), "size_bytes": size_of(folder)}
+
+
+def verify_all(
+    exports: Sequence[ExportResult], artifact: Model, artifact_sha256: str, engine: str, windows: EvaluationWindows | None, out: Path, journal: Journal, progress: Progress
+) -> list[ExportResult]:
+    """Read every written export back; what was verified is kept in the journal.
+
+    Args:
+        exports: from `make`.
+        artifact: opened from disk.
+        artifact_sha256: of its folder.
+        engine: that gives our side of a comparison, as in `evidence.engine_for`.
+        windows: the evaluation text; None takes the built-in one.
+        out: the run's folder.
+        journal: keeps results.
+        progress: is told.
+    """
+    if not any(e.path for e in exports):
+        return list(exports)
+    prompts = seeded_prompts((windows or _builtin_windows(artifact)).ids, POSITIONS)
+    done = []
+    for result in progress.track(exports, "verify", len(exports)):
+        if result.path is None:
+            done.append(result)
+            continue
+        name = key("verify", artifact=artifact_sha256, export=result.sha256, format=result.format, prompts=prompts, engine=engine)
+        found = journal.load(name)
+        if found is None:
+            found = ({}, _verified(result, out / result.path, artifact, engine, prompts))
+            journal.save(name, {"done": torch.ones(1)}, found[1])
+        value = found[1]
+        verified = [Verification(**v) for v in value["verified_by"]]
+        done.append(replace(result, lossless=value["lossless"], verified_by=verified, skipped_because=value["skipped_because"]))
+    return done
+
+
+def _verified(result: ExportResult, folder: Path, artifact: Model, engine: str, prompts: list[list[int]]) -> dict[str, Any]:
+    paths = sorted(p for p in folder.rglob("*") if p.is_file())
+    verified, left_out = verify(result.format, paths, artifact, engine_for(artifact, engine), prompts)
+    lossless = all(v.weights_equal for v in verified if v.weights_equal is not None)
+    return {"lossless": lossless, "verified_by": [asdict(v) for v in verified], "skipped_because": "; ".join(left_out) or None}
+
+
+def export_one(artifact: Model, source: Path, format_name: str, type_name: str | None, folder: Path | None, progress: Progress) -> ExportResult:
+    """Write and verify one export outside a run.
+
+    Args:
+        artifact: opened from `source`.
+        source: a run's folder, its `model/`, or any quantized checkpoint.
+        format_name: the format.
+        type_name: the format's own type, or None.
+        folder: where to; None chooses `exports/<format>` of the run, or `<format>` beside the model.
+        progress: is told.
+
+    Raises:
+        UnsupportedError: the format cannot hold the model; the message says why.
+    """
+    chosen = exporter(format_name, type_name)
+    problem = chosen.check(artifact)
+    if problem is not None:
+        raise UnsupportedError(f"export {format_name}: {problem}")
+    if folder is None:
+        run = source if (source / "model").is_dir() else source.parent
+        folder = run / "exports" / format_name if (run / "model").is_dir() else source.parent / f"{source.stem}-{format_name}"
+    progress.note(f"writing {folder}")
+    result = ExportResult(format_name, str(folder), **_write(artifact, format_name, type_name, folder))
+    value = _verified(result, folder, artifact, "auto", seeded_prompts(_builtin_windows(artifact).ids, POSITIONS))
+    return replace(result, lossless=value["lossless"], verified_by=[Verification(**v) for v in value["verified_by"]], skipped_because=value["skipped_because"])
+
+
+def _builtin_windows(model: Model) -> EvaluationWindows:
+    tokenizer = model.tokenizer()
+    read = documents("builtin", role="evaluation", folder=Path(), tokenizer=tokenizer)
+    return evaluation_windows(read, tokenizer, 256, context=getattr(model.config, "max_position_embeddings", None))

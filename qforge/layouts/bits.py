@@ -21,7 +21,7 @@ def words_for(count: int, bits: int) -> int:
 
 def pack_words(values: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
     """Pack unsigned values (uint8, each below 2**bits) along `dim` into int32 words; the last word is padded with zero bits."""
-    rows = values.transpose(dim, -1).contiguous()
+    rows = values.transpose(dim, -1).clone(memory_format=torch.contiguous_format)  # `contiguous` would keep the odd strides of single rows
     count = rows.shape[-1]
     padding = words_for(count, bits) * 4 - -(-count * bits // 8)
     if bits == 8:
@@ -32,15 +32,13 @@ def pack_words(values: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
     else:
         single = np.unpackbits(rows.numpy()[..., None], axis=-1, count=bits, bitorder="little")
         data = torch.from_numpy(np.packbits(single.reshape(*rows.shape[:-1], -1), axis=-1, bitorder="little"))
-    padded = torch.nn.functional.pad(data, (0, padding))
-    words = padded.flatten().view(torch.int32).reshape(*padded.shape[:-1], -1)  # flat first: a row of one element has no usable stride
+    words = torch.nn.functional.pad(data, (0, padding)).clone(memory_format=torch.contiguous_format).view(torch.int32)
     return words.transpose(dim, -1).contiguous()
 
 
 def unpack_words(words: torch.Tensor, bits: int, count: int, dim: int = -1) -> torch.Tensor:
     """The `count` values (uint8) that `pack_words` packed along `dim` into int32 words."""
-    rows = words.transpose(dim, -1)
-    data = rows.flatten().view(torch.uint8).reshape(*rows.shape[:-1], 4 * rows.shape[-1])
+    data = words.transpose(dim, -1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 8:
         values = data
     elif bits == 4:

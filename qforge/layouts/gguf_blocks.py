@@ -74,7 +74,7 @@ class GgufBlocks:
             raise UnsupportedError(f"a scale is not exact in fp16, in which {self.name} stores scales")
         zeros = 0 if q.zeros is None else _per_input(q.zeros, q).to(torch.int16)
         values = (q.codes.to(torch.int16) - zeros).view(q.out_features, -1, BLOCK)
-        d = _per_input(scales, q)[:, ::BLOCK].flatten().view(torch.uint8).view(q.out_features, -1, 2)
+        d = _per_input(scales, q)[:, ::BLOCK].clone(memory_format=torch.contiguous_format).view(torch.uint8).view(q.out_features, -1, 2)
         return {"weight": torch.cat((d, self._encode(values)), -1).flatten(1)}
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:

@@ -54,15 +54,18 @@ def linear(scheme: Scheme, out_features: int, groups: int, seed: int) -> Quantiz
     return QuantizedLinear(scheme, codes, scales, zeros)
 
 
-@given(schemes, st.integers(1, 5), st.integers(1, 3), st.integers(0, 2**32), st.sampled_from(LAYOUTS))
+@given(schemes, st.sampled_from([1, 3, 8, 16, 40]), st.integers(1, 3), st.integers(0, 2**32), st.sampled_from(LAYOUTS))
 @settings(max_examples=400, deadline=None)
-def test_unpack_inverts_pack(scheme, eights, groups, seed, layout):
+def test_unpack_inverts_pack(scheme, out_features, groups, seed, layout):
     if layout.supports(scheme) is not None:
         return
-    q = linear(scheme, 8 * eights, groups, seed)
+    q = linear(scheme, out_features, groups, seed)
     if isinstance(layout, AutoGptq) and layout.problem_with(q.out_features, q.in_features, scheme.bits):
         return
-    back = layout.unpack(layout.pack(q), scheme)
+    packed = layout.pack(q)
+    if isinstance(layout, CompressedTensors):
+        assert {name: (tuple(t.shape), t.dtype) for name, t in packed.items()} == layout.infos(scheme, q.out_features, q.in_features)
+    back = layout.unpack(packed, scheme)
     if isinstance(layout, GgufBlocks) and not scheme.symmetric:  # the type stores codes minus zero points
         assert torch.equal(numerics.dequantize(back), numerics.dequantize(q))
     else:
@@ -83,13 +86,13 @@ def test_words_round_trip_and_hold_bits_in_order(bits, count, rows, dim, seed):
     assert whole == sum((w & 0xFFFFFFFF) << (32 * i) for i, w in enumerate(first))
 
 
-@given(integer_schemes, st.sampled_from(["Q4_0", "Q5_0", "Q8_0"]), st.integers(1, 4), st.integers(0, 2**32))
+@given(integer_schemes, st.sampled_from(["Q4_0", "Q5_0", "Q8_0"]), st.integers(1, 4), st.integers(1, 2), st.integers(0, 2**32))
 @settings(max_examples=200, deadline=None)
-def test_gguf_blocks_dequantize_to_the_same_bits_in_the_gguf_package(scheme, kind, out_features, seed):
+def test_gguf_blocks_dequantize_to_the_same_bits_in_the_gguf_package(scheme, kind, out_features, groups, seed):
     layout = GgufBlocks(kind)
     if layout.supports(scheme) is not None:
         return
-    q = linear(scheme, out_features, 2, seed)
+    q = linear(scheme, out_features, groups, seed)
     theirs = gguf.quants.dequantize(layout.pack(q)["weight"].numpy(), gguf.GGMLQuantizationType[kind])
     assert torch.equal(torch.from_numpy(theirs).reshape(q.codes.shape), numerics.dequantize(q))
 

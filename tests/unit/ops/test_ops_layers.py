@@ -1,0 +1,98 @@
+"""Norm, gate and paged attention against fp64, and the native ones bit for bit between instruction sets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tolerances import LAYERS
+
+from qforge.ops.layers import AttentionParameters, Batch, LayerOps, TorchLayers
+from qforge.ops.layers_native import NativeLayers
+from qforge.ops.native import instruction_sets
+
+OPS: list[LayerOps] = [TorchLayers(), *(NativeLayers(2, isa) for isa in instruction_sets())]
+
+
+def _near(y: torch.Tensor, wanted: torch.Tensor, operation: str) -> None:
+    assert (y.double() - wanted).abs().max() <= LAYERS[operation] * wanted.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("width", [1, 7, 16, 48, 576])
+def test_norm(width: int) -> None:
+    g = torch.Generator().manual_seed(width)
+    x, weight = torch.randn(5, width, generator=g) * 3, torch.randn(width, generator=g)
+    d = x.double()
+    wanted = weight.double() * d / (d.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    results = [ops.norm(x, weight, 1e-5) for ops in OPS]
+    for y in results:
+        _near(y, wanted, "norm")
+    assert all(torch.equal(results[1], y) for y in results[2:])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("width", [1, 8, 13, 172])
+def test_gate(activation: str, width: int) -> None:
+    x = torch.randn(6, 2 * width, generator=torch.Generator().manual_seed(width)) * 8
+    a, b = x.double().chunk(2, -1)
+    wanted = (torch.nn.functional.silu(a) if activation == "silu" else torch.nn.functional.gelu(a, approximate="tanh")) * b
+    results = [ops.gate(x, activation) for ops in OPS]
+    for y in results:
+        _near(y, wanted, "gate")
+    assert all(torch.equal(results[1], y) for y in results[2:])
+
+
+@pytest.mark.parametrize("value", [-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4])
+def test_gate_at_the_ends_of_its_range(value: float) -> None:
+    x = torch.tensor([[value, 1.0]])
+    for ops in OPS:
+        assert ops.gate(x, "silu").item() == pytest.approx(value if value > 20 else 0.0, abs=1e-30)
+
+
+def _dense_attention(qkv: torch.Tensor, a: AttentionParameters, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """One whole sequence in fp64, written from the definition."""
+    heads = qkv.double().view(len(qkv), -1, a.head_dim)
+    q, k, v = heads[:, : a.num_heads], heads[:, a.num_heads : -a.num_kv_heads], heads[:, -a.num_kv_heads :]
+    if a.q_norm is not None and a.k_norm is not None:
+        q, k = (t / (t.pow(2).mean(-1, keepdim=True) + a.norm_eps).sqrt() * w.double() for t, w in ((q, a.q_norm), (k, a.k_norm)))
+    angle = torch.complex(rope[0].double(), rope[1].double())[: len(qkv), None]
+    q, k = (torch.complex(*t.chunk(2, -1)) * angle for t in (q, k))
+    q, k = (torch.cat((t.real, t.imag), -1) for t in (q, k))
+    out = torch.zeros(len(qkv), a.num_heads, a.head_dim, dtype=torch.float64)
+    for t in range(len(qkv)):
+        first = max(0, t - a.window + 1) if a.window else 0
+        for h in range(a.num_heads):
+            g = h * a.num_kv_heads // a.num_heads
+            p = torch.softmax(k[first : t + 1, g] @ q[t, h] * a.scale, 0)
+            out[t, h] = p @ v[first : t + 1, g]
+    return out.view(len(qkv), -1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window", "normed"), [(4, 2, 16, 0, False), (3, 1, 8, 0, True), (6, 6, 6, 5, False), (9, 3, 64, 20, True), (2, 2, 48, 1, False)]
+)
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_attention_over_scattered_blocks(heads: int, kv_heads: int, head_dim: int, window: int, normed: bool, block_size: int) -> None:
+    g = torch.Generator().manual_seed(heads * head_dim)
+    norms = [torch.rand(head_dim, generator=g) + 0.5 for _ in "qk"] if normed else [None, None]
+    a = AttentionParameters(heads, kv_heads, head_dim, window, head_dim**-0.5, norms[0], norms[1], 1e-6)
+    lengths = [53, 17]
+    angles = torch.rand(64, head_dim // 2, generator=g) * 6
+    rope = (angles.cos(), angles.sin())
+    whole = [torch.randn(n, (heads + 2 * kv_heads) * head_dim, generator=g) for n in lengths]
+    blocks = torch.randperm(2 * (64 // block_size), generator=g).view(2, -1).int()
+    wanted = [_dense_attention(w, a, rope) for w in whole]
+    results = []
+    for ops in OPS:
+        cache = ops.cache(len(blocks.flatten()), block_size, kv_heads, head_dim)
+        outputs: list[list[torch.Tensor]] = [[], []]
+        for pieces in ([(0, 0, 20)], [(0, 20, 50), (1, 0, 16)], [(1, 16, 17), (0, 50, 51)], [(0, 51, 53)]):
+            positions = torch.cat([torch.arange(i, j) for _, i, j in pieces])
+            tables = torch.stack([blocks[s] for s, _, _ in pieces])
+            slots = torch.cat([blocks[s].long()[torch.arange(i, j) // block_size] * block_size + torch.arange(i, j) % block_size for s, i, j in pieces])
+            starts = torch.tensor([0, *torch.tensor([j - i for _, i, j in pieces]).cumsum(0).tolist()], dtype=torch.int32)
+            y = ops.attention(torch.cat([whole[s][i:j] for s, i, j in pieces]), a, cache, rope, Batch(positions, slots, tables, starts))
+            for (s, _, _), i, j in zip(pieces, starts, starts[1:], strict=False):
+                outputs[s].append(y[i:j])
+        results.append(torch.cat([torch.cat(o) for o in outputs]))
+        _near(results[-1], torch.cat(wanted), "attention")
+    assert all(torch.equal(results[1], y) for y in results[2:])

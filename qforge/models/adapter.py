@@ -71,6 +71,11 @@ class Product:
         product = self.b @ self.a
         return (product.T if self.embedding else product) * self.scaling
 
+    def delta_norm(self) -> float:
+        """Frobenius norm of `delta()`, from the two small Gram matrices: |B A|^2 = sum((B'B) * (A A'))."""
+        squared = ((self.b.double().T @ self.b.double()) * (self.a.double() @ self.a.double().T)).sum()
+        return abs(self.scaling) * float(squared.clamp(min=0).sqrt())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:

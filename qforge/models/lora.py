@@ -194,9 +194,14 @@ def _report(adapter: Adapter, merged: Merged, notes: tuple[str, ...]) -> Adapter
         if not merged.changes(f"{module}.weight"):
             continue  # the head of a pair that stays tied: the embedding has the same product
         base = merged.start(f"{module}.weight")
-        norm = torch.linalg.vector_norm(base)
-        change = _apply(_Change("", ((adapter.weight, product),)), base.clone()) - base
-        relative.append(float(torch.linalg.vector_norm(change) / norm) if norm > 0 else float("inf"))
+        norm = float(torch.linalg.vector_norm(base))
+        relative.append(_change_norm(adapter.weight, product, base) / norm if norm > 0 else float("inf"))
     config = adapter.config
     mean, largest = (sum(relative) / len(relative), max(relative)) if relative else (0.0, 0.0)
     return AdapterReport(adapter.source, adapter.weight, config.variant, config.rank, config.alpha, len(relative), tuple(adapter.replaced), mean, largest, adapter.sha256, notes)
+
+
+def _change_norm(weight: float, product: Product, base: torch.Tensor) -> float:
+    if product.magnitude is None:
+        return abs(weight) * product.delta_norm()
+    return float(torch.linalg.vector_norm(_apply(_Change("", ((weight, product),)), base.clone()) - base))

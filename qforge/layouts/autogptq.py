@@ -10,8 +10,10 @@ Letters: O output features, I input features, C groups in a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,7 +21,7 @@ from qforge.errors import ModelError, UnsupportedError
 from qforge.layouts.base import expect_finite, expect_group_index, expect_shape, take
 from qforge.layouts.bits import pack_words, unpack_words, words_for
 from qforge.qlinear import QuantizedLinear
-from qforge.scheme import Per, ScaleType, Scheme, Symmetry
+from qforge.scheme import Granularity, Number, Per, ScaleFormat, ScaleType, Scheme, Symmetry
 
 NAME = "GPTQ"
 BITS = (2, 3, 4, 8)
@@ -102,6 +104,42 @@ class AutoGptq:
         if not (zeros == middle).all():
             raise ModelError(f"a symmetric GPTQ checkpoint has the zero point {middle} everywhere, but this one has {zeros[zeros != middle][0]}; is it one with sym: false?")
         return QuantizedLinear(scheme, (codes.to(torch.int16) - middle).to(torch.int8), scales, None, index, bias=tensors.get("bias"))
+
+
+def read_config(config: Mapping[str, Any], quantized: Sequence[str]) -> dict[str, Scheme]:
+    """The scheme of each quantized linear, from the `quantization_config` of a GPTQ checkpoint; GPTQModel's rules by module (`dynamic`) included.
+
+    Args:
+        config: `quantization_config` of config.json.
+        quantized: module names of the linears that have a `qweight`.
+
+    Raises:
+        ModelError: the config is malformed, or describes weights that qforge does not read.
+    """
+    rules = config.get("dynamic") or {}
+    if not isinstance(rules, Mapping) or not all(isinstance(r, Mapping) for r in rules.values()):
+        raise ModelError("'dynamic' of a GPTQ checkpoint is not an object of rules by module")
+    _scheme(config)
+    schemes = {}
+    for name in quantized:
+        rule: Mapping[str, Any] = next((r for pattern, r in rules.items() if not pattern.startswith("-:") and _matches(pattern.removeprefix("+:"), name)), {})
+        schemes[name] = _scheme({**config, **rule})
+    return schemes
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.match(pattern, name) is not None
+    except re.error as e:
+        raise ModelError(f"'dynamic' of a GPTQ checkpoint holds the pattern '{pattern}', which is not a regular expression: {e}") from e
+
+
+def _scheme(settings: Mapping[str, Any]) -> Scheme:
+    bits, group = settings.get("bits"), settings.get("group_size", -1)
+    if type(bits) is not int or bits not in BITS or type(group) is not int or (group < 1 and group != -1):
+        raise ModelError(f"a GPTQ checkpoint of {bits!r} bits in groups of {group!r} is not readable; bits {', '.join(map(str, BITS))} and a group size or -1 are")
+    granularity = Granularity(Per.CHANNEL) if group == -1 else Granularity(Per.GROUP, group, 1)
+    return Scheme(Number(f"int{bits}"), granularity, Symmetry.SYM if settings.get("sym", True) else Symmetry.ASYM, ScaleFormat(ScaleType.F16))
 
 
 def _contiguous(in_features: int, scheme: Scheme) -> torch.Tensor:

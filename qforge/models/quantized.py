@@ -9,12 +9,13 @@ import torch
 
 from qforge import numerics
 from qforge.errors import ModelError
-from qforge.layouts.autogptq import BITS, AutoGptq
+from qforge.layouts import autogptq
+from qforge.layouts.autogptq import AutoGptq
 from qforge.layouts.compressed_tensors import CompressedTensors, read_config
 from qforge.models.skeleton import Skeleton
 from qforge.models.weights import TensorInfo, WeightSource, listed
 from qforge.qlinear import QuantizedLinear
-from qforge.scheme import Granularity, Number, Per, ScaleFormat, ScaleType, Scheme, Symmetry
+from qforge.scheme import Scheme
 
 _READABLE = ("compressed-tensors", "gptq")
 
@@ -110,14 +111,10 @@ def _described(source: WeightSource, config: Mapping[str, Any], skeleton: Skelet
 
 
 def _gptq_schemes(config: Mapping[str, Any], held: set[str], skeleton: Skeleton, origin: str) -> dict[str, Scheme]:
-    bits, group = config.get("bits"), config.get("group_size", -1)
-    if bits not in BITS or type(group) is not int or (group < 1 and group != -1):
-        raise ModelError(f"{origin}: a GPTQ checkpoint of {bits!r} bits in groups of {group!r} is not readable; bits {', '.join(map(str, BITS))} and a group size or -1 are")
-    if config.get("dynamic"):
-        raise ModelError(f"{origin}: this GPTQ checkpoint has settings by module ('dynamic'), which qforge does not read yet")
-    granularity = Granularity(Per.CHANNEL) if group == -1 else Granularity(Per.GROUP, group, 1)
-    scheme = Scheme(Number(f"int{bits}"), granularity, Symmetry.SYM if config.get("sym", True) else Symmetry.ASYM, ScaleFormat(ScaleType.F16))
-    schemes = {name: scheme for name in skeleton.linears if f"{name}.qweight" in held}
+    try:
+        schemes = autogptq.read_config(config, [name for name in skeleton.linears if f"{name}.qweight" in held])
+    except ModelError as e:
+        raise ModelError(f"{origin}: {e}") from e
     if not schemes:
         raise ModelError(f"{origin}: quantization_config says gptq, but the files hold no qweight of this model's linears")
     return schemes

@@ -57,6 +57,9 @@ def test_settings(tmp_path, source):
     assert len(settings["dynamic"]) == 4
     assert verify_gptq(tmp_path / "out", model).weights_equal
     assert "model.layers.0.self_attn.v_proj.weight" in load_file(tmp_path / "out/model.safetensors")
+    again = open_model(str(tmp_path / "out"))
+    assert all(torch.equal(again.linear(name).codes, model.linear(name).codes) for name in model.schemes)
+    assert set(again.schemes) == set(model.schemes)
 
 
 def test_activation_order_is_kept(tmp_path, source):

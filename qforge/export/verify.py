@@ -146,22 +146,22 @@ def verify_gptq(folder: Path, model: Model) -> Verification:
 def _gptq_equal(tensors: dict[str, np.ndarray], model: Model, module: str, *, v2: bool) -> bool:
     """Unpack by shifts of whole words, as the format's description has it, and compare codes, zero points and the dequantized product."""
     q = model.linear(module)
-    bits = q.scheme.bits
-    if 32 % bits:
-        codes, zeros = _bit_by_bit(tensors["qweight"].T, bits), _bit_by_bit(tensors["qzeros"], bits)
-    else:
-        shifts = np.arange(0, 32, bits, dtype=np.int64)
-        codes = ((tensors["qweight"].T.astype(np.int64)[:, :, None] >> shifts) & (2**bits - 1)).reshape(q.out_features, -1)
-        zeros = ((tensors["qzeros"].astype(np.int64)[:, :, None] >> shifts) & (2**bits - 1)).reshape(tensors["qzeros"].shape[0], -1)
-    zeros = zeros + (0 if v2 else 1)
-    middle = 2 ** (bits - 1) if q.scheme.symmetric else 0
+    codes = _unpacked(tensors["qweight"].T, q.scheme.bits)[:, : q.in_features]
+    zeros = _unpacked(tensors["qzeros"], q.scheme.bits).T + (0 if v2 else 1)
     index = tensors["g_idx"]
-    weight = (codes - zeros.T[:, index]).astype(np.float32) * tensors["scales"].T.astype(np.float32)[:, index]
-    same_codes = np.array_equal(codes[:, : q.in_features] - middle, q.codes.numpy().astype(np.int64))
-    return same_codes and np.array_equal(weight, numerics.dequantize(q).numpy())
+    middle = 2 ** (q.scheme.bits - 1) if q.scheme.symmetric else 0
+    if not np.array_equal(codes - middle, q.codes.numpy().astype(np.int16)):
+        return False
+    weight = (codes - zeros[:, index]).astype(np.float32) * tensors["scales"].T.astype(np.float32)[:, index]
+    return np.array_equal(weight, numerics.dequantize(q).numpy())
 
 
-def _bit_by_bit(words: np.ndarray, bits: int) -> np.ndarray:
-    single = (words.astype(np.int64)[:, :, None] >> np.arange(32)) & 1
-    values = single.reshape(words.shape[0], -1)[:, : words.shape[1] * 32 // bits * bits].reshape(words.shape[0], -1, bits)
-    return np.asarray((values << np.arange(bits)).sum(-1))
+def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
+    """Values (int16) of int32 words `[rows, words]`, the first in the lowest bits."""
+    words = np.ascontiguousarray(words).view(np.uint32)
+    if 32 % bits == 0:
+        parts = [((words >> np.uint32(shift)) & np.uint32(2**bits - 1)).astype(np.int16) for shift in range(0, 32, bits)]
+        return np.stack(parts, -1).reshape(words.shape[0], -1)
+    single = np.stack([((words >> np.uint32(i)) & np.uint32(1)).astype(np.int16) for i in range(32)], -1).reshape(words.shape[0], -1)
+    whole = single[:, : single.shape[1] // bits * bits].reshape(words.shape[0], -1, bits)
+    return np.asarray((whole << np.arange(bits, dtype=np.int16)).sum(-1, dtype=np.int16))

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@ struct Free {
 };
 using Scratch = std::unique_ptr<float[], Free>;
 
+// Calls from several threads take turns: the pool and the scratch memory serve one of them at a time.
 class Context {
   public:
     Context(int threads, const std::string &isa);  // isa: a name that instruction_sets() lists; throws std::invalid_argument for others
@@ -36,6 +38,7 @@ class Context {
     template <typename F>
     void split_rows(int64_t rows, int64_t least, const F &run);
 
+    std::mutex turn_;
     Pool pool_;
     std::string isa_;
     LinearPiece piece_;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -66,6 +67,17 @@ def test_a_row_stride_is_respected() -> None:
     kernel = NativeDense(1)
     packed = kernel.prepack(torch.randn(16, 64))
     assert torch.equal(kernel.run(wide[:, :64], packed), kernel.run(wide[:, :64].contiguous(), packed))
+
+
+def test_callers_in_several_threads_take_turns() -> None:
+    kernel = NativeDense(3)
+    x = torch.randn(40, 64)
+    weights = [torch.randn(96, 64) for _ in range(4)]
+    packed = [kernel.prepack(w) for w in weights]
+    wanted = [kernel.run(x, p) for p in packed]
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda i: (i % 4, kernel.run(x, packed[i % 4])), range(400)))
+    assert all(torch.equal(y, wanted[i]) for i, y in results)
 
 
 def test_no_rows_give_no_rows() -> None:

@@ -95,7 +95,8 @@ class BlockModel:
         """One block forward, `[B, T, D] -> [B, T, D]`, called as the model itself calls it for windows of this shape (`embed` first)."""
         call = self._calls[(int(hidden.shape[0]), int(hidden.shape[1]))][index]
         out = module(hidden, *call.args, **call.kwargs)
-        return out[0] if isinstance(out, tuple) else out
+        result: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return result
 
     @contextlib.contextmanager
     def head(self, replace: Callable[[str], torch.Tensor | None] = lambda name: None) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:

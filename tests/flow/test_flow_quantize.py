@@ -1,0 +1,242 @@
+"""The whole flow on tiny models through the public API: every stage's output is there, is read by others, and survives being killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+import qforge
+from qforge.engines.base import chunks
+from qforge.engines.transformers_engine import TransformersEngine
+from qforge.files import sha256_tree
+from qforge.models.model import open_model
+from qforge.types import Results
+
+WORDS = [
+    "the",
+    "mill",
+    "river",
+    "wheat",
+    "village",
+    "model",
+    "small",
+    "function",
+    "nearly",
+    "same",
+    "storm",
+    "window",
+    "lamp",
+    "story",
+    "morning",
+    "day",
+    "week",
+    "grinds",
+    "for",
+    "every",
+    "other",
+    "until",
+    "told",
+]
+
+
+def prose(seed: int, words: int) -> str:
+    rng = random.Random(seed)
+    return " ".join(rng.choice(WORDS) + rng.choice(["", "", "", ",", "."]) for _ in range(words))
+
+
+def write_recipe(folder: Path, **changes: object) -> Path:
+    """A recipe file beside a tiny model, as JSON (which is YAML)."""
+    (folder / "calibration.txt").write_text(prose(1, 2500))
+    (folder / "evaluation.txt").write_text(prose(2, 1500))
+    recipe: dict[str, object] = {
+        "version": 1,
+        "model": {"source": "model"},
+        "calibration": {"source": "calibration.txt", "samples": 8, "sequence_length": 64},
+        "quantize": {"method": "gptq", "scheme": "int4-g32-sym"},
+        "export": [{"format": "gguf"}, {"format": "gptq"}],
+        "evaluate": {"text": "evaluation.txt", "window": 64},
+        **changes,
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps({k: v for k, v in recipe.items() if v != "default"}))
+    return path
+
+
+def logits(folder: Path, windows: list[list[int]]) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[1]]))
+        return torch.cat([model(input_ids=torch.tensor([w])).logits[0, :-1] for w in windows])
+
+
+def test_every_stage_leaves_what_it_should(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "model")
+    gates = {"perplexity_ratio": "<= 100", "size_ratio": {"limit": "<= 0.001", "on": "warn"}}
+    results = qforge.quantize(write_recipe(tmp_path, gates=gates), out=tmp_path / "out")
+    assert isinstance(results, Results)
+    assert results.passed
+    assert [g.passed for g in results.gates] == [True, False]
+    out = tmp_path / "out"
+    for name in ("results.json", "report.md", "report.html", "junit.xml", "model/config.json", "model/model.safetensors", "model/qforge.json", "model/tokenizer.json"):
+        assert (out / name).is_file(), name
+    stored = json.loads((out / "results.json").read_text())
+    assert stored == json.loads(results.to_json())
+    assert stored["artifact"]["sha256"] == sha256_tree(out / "model")
+    e = stored["evaluation"]
+    assert e["engine"].startswith("qforge")
+    assert e["tokens"] == sum(c["tokens"] for c in e["clusters"]) > 500
+    assert 0 < e["kl_mean"] < 1
+    assert len(stored["layers"]) == 3 * 7 + 1
+    assert all(layer["relative_error"] < 0.2 for layer in stored["layers"] if layer["scheme"])
+    gguf, gptq = stored["exports"]
+    assert gguf["lossless"] is True
+    assert gptq["lossless"] is True
+    assert gguf["verified_by"][0]["weights_equal"] is True
+    assert str(tmp_path) not in "".join(p.read_text(errors="ignore") for p in (out / "model").rglob("*.json"))
+
+
+def test_figures_equal_transformers_on_the_same_artifact(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "model")
+    results = qforge.quantize(write_recipe(tmp_path, export=[]), out=tmp_path / "out")
+    assert results.evaluation is not None
+    tokenizer = open_model(str(tmp_path / "model")).tokenizer()
+    ids = tokenizer((tmp_path / "evaluation.txt").read_text(), add_special_tokens=False).input_ids
+    windows = [ids[i : i + 64] for i in range(0, len(ids) - 63, 64)]
+    targets = torch.tensor([t for w in windows for t in w[1:]])
+    p, q = (torch.log_softmax(logits(folder, windows).double(), -1) for folder in (tmp_path / "model", tmp_path / "out" / "model"))
+    assert results.evaluation.tokens == len(targets)
+    assert results.evaluation.reference is not None
+    for figures, mine in ((results.evaluation.reference, p), (results.evaluation.candidate, q)):
+        assert figures["perplexity"] == pytest.approx(float((-mine.gather(1, targets[:, None]).mean()).exp()), rel=1e-4)
+    assert results.evaluation.kl_mean == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=2e-3)
+    assert results.evaluation.top1_agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()), abs=2e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "phi3"])
+def test_another_family_goes_through_the_same_flow(tmp_path: Path, family: str) -> None:
+    tiny.make(tmp_path / "model", family)
+    evaluate = {"text": "evaluation.txt", "window": 64, "engine": "transformers" if family != "phi3" else "auto"}
+    results = qforge.quantize(write_recipe(tmp_path, export=[], evaluate=evaluate), out=tmp_path / "out")
+    assert results.evaluation is not None
+    assert results.evaluation.engine.startswith("transformers")
+    assert "transformers" in (tmp_path / "out" / "report.md").read_text()
+    assert 0 < (results.evaluation.kl_mean or 0) < 1
+    windows = [list(range(3, 40))]
+    ours = torch.cat(list(qforge_scorer(tmp_path / "out").score(windows)))
+    torch.testing.assert_close(ours, logits(tmp_path / "out" / "model", windows), atol=2e-3, rtol=2e-3)
+
+
+def qforge_scorer(folder: Path) -> TransformersEngine:
+    return TransformersEngine(open_model(str(folder)))
+
+
+@pytest.mark.parametrize("scheme", ["int4-g32-asym", "int8-channel-sym", "int8-g64-sym", "int4-channel-sym", "int8-channel-asym"])
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_schemes_load_in_transformers_with_the_same_weights(tmp_path: Path, scheme: str, method: str) -> None:
+    tiny.make(tmp_path / "model", tied=False)
+    qforge.quantize(write_recipe(tmp_path, quantize={"method": method, "scheme": scheme}, export=[], evaluate=None), out=tmp_path / "out")
+    windows = [list(range(3, 60)), list(range(100, 140))]
+    ours = torch.cat(list(qforge_scorer(tmp_path / "out").score(windows)))
+    assert len(ours) == sum(b - a for w in windows for a, b in chunks(len(w)))
+    torch.testing.assert_close(ours, logits(tmp_path / "out" / "model", windows), atol=1e-3, rtol=1e-3)
+
+
+def test_a_tied_head_can_be_quantized_and_layers_can_differ(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "model", tied=True)
+    quantize = {
+        "method": "gptq",
+        "scheme": "int4-g32-sym",
+        "ignore": ["*.layers.0.*"],
+        "overrides": [{"match": "lm_head", "scheme": "int8-g64-sym"}, {"match": "*.down_proj", "scheme": "int8-g32-sym"}],
+    }
+    results = qforge.quantize(write_recipe(tmp_path, quantize=quantize, export=[]), out=tmp_path / "out")
+    schemes = {layer.name: layer.scheme for layer in results.layers}
+    assert schemes["lm_head"] == "int8-g64-sym"
+    assert schemes["model.layers.0.mlp.down_proj"] == "int8-g32-sym"  # overrides win over ignore
+    assert schemes["model.layers.0.mlp.up_proj"] is None
+    assert schemes["model.layers.1.mlp.up_proj"] == "int4-g32-sym"
+    assert results.evaluation is not None
+    assert (results.evaluation.kl_mean or 9) < 0.5
+    assert logits(tmp_path / "out" / "model", [[1, 2, 3]]).isfinite().all()
+
+
+def test_a_second_run_does_no_work_again_and_fresh_does(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "model")
+    recipe, out = write_recipe(tmp_path), tmp_path / "out"
+    first = qforge.quantize(recipe, out=out)
+    times = {p: p.stat().st_mtime_ns for p in (out / "model").rglob("*")}
+    second = qforge.quantize(recipe, out=out)
+    assert second.work == {"computed": 0, "resumed": first.work["computed"]}
+    assert second.artifact == first.artifact
+    assert second.evaluation == first.evaluation
+    assert second.exports == first.exports
+    assert times == {p: p.stat().st_mtime_ns for p in (out / "model").rglob("*")}
+    third = qforge.quantize(recipe, out=out, fresh=True)
+    assert third.work == first.work
+    assert third.artifact == first.artifact
+
+
+def test_a_spoiled_artifact_or_export_is_made_again(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "model")
+    recipe, out = write_recipe(tmp_path), tmp_path / "out"
+    first = qforge.quantize(recipe, out=out)
+    hashes = sha256_tree(out / "model"), sha256_tree(out / "exports")
+    (out / "model" / "model.safetensors").write_bytes(b"spoiled")
+    shutil.rmtree(out / "exports" / "gptq")
+    second = qforge.quantize(recipe, out=out)
+    assert (sha256_tree(out / "model"), sha256_tree(out / "exports")) == hashes
+    assert second.artifact == first.artifact
+    assert 0 < second.work["computed"] < first.work["computed"]
+
+
+def test_a_changed_recipe_reuses_what_it_can(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "model")
+    out = tmp_path / "out"
+    first = qforge.quantize(write_recipe(tmp_path, export=[]), out=out)
+    window = qforge.quantize(write_recipe(tmp_path, export=[], evaluate={"text": "evaluation.txt", "window": 32}), out=out)
+    assert window.artifact == first.artifact
+    assert window.work["computed"] == 1  # the evaluation
+    assert window.evaluation != first.evaluation
+    damping = qforge.quantize(write_recipe(tmp_path, export=[], quantize={"method": "gptq", "scheme": "int4-g32-sym", "options": {"damping": 0.05}}), out=out)
+    assert damping.artifact["sha256"] != first.artifact["sha256"]
+    assert damping.work["resumed"] == 0
+
+
+@pytest.mark.parametrize("rounds", [pytest.param(2), pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_and_resumed_gives_the_same_bytes(tmp_path: Path, rounds: int) -> None:
+    tiny.make(tmp_path / "model", layers=6)
+    recipe = write_recipe(tmp_path)
+
+    def start(out: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "qforge", "quantize", "--recipe", str(recipe), "--out", str(out)]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd=Path(__file__).parents[2])
+
+    begin = time.monotonic()
+    assert start(tmp_path / "whole").wait() == 0
+    whole = time.monotonic() - begin
+    want = sha256_tree(tmp_path / "whole" / "model"), sha256_tree(tmp_path / "whole" / "exports")
+    rng, resumed = random.Random(), 0
+    for i in range(rounds):
+        out = tmp_path / f"killed-{i}"
+        process = start(out)
+        time.sleep(rng.uniform(0.3, 1.0) * whole)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert not (out / "results.json").exists() or json.loads((out / "results.json").read_text())
+        assert start(out).wait() == 0
+        assert (sha256_tree(out / "model"), sha256_tree(out / "exports")) == want
+        resumed += json.loads((out / "results.json").read_text())["work"]["resumed"] > 0
+        assert not list(out.rglob("*.part"))
+    assert rounds < 20 or resumed >= 5

@@ -8,7 +8,7 @@ from typing import Literal
 from qforge.errors import MissingCapabilityError
 
 Role = Literal["calibration", "evaluation"]
-FILES: dict[Role, tuple[str, ...]] = {"calibration": ("calibration.jsonl",), "evaluation": ("evaluation.jsonl",)}
+FILES: dict[Role, tuple[str, ...]] = {"calibration": ("calibration.jsonl", "generated.jsonl"), "evaluation": ("evaluation.jsonl",)}
 PACKAGE = Path(__file__).resolve().parents[1]
 
 

@@ -16,8 +16,9 @@ from qforge.files import write_text
 
 @click.command(name="bench")
 @click.argument("model")
+@click.option("--activations", type=click.Choice(["fp", "int8"]), default="fp", show_default=True, help="How the runtime treats activations.")
 @click.option("--json", "json_path", metavar="FILE", help="Write the figures to a file; - writes only JSON to stdout.")
-def command(model: str, json_path: str | None) -> None:
+def command(model: str, activations: str, json_path: str | None) -> None:
     """Measure MODEL: prefill and decode speed, time to first token, time per token, memory, loading time."""
     from qforge.ops.native import default_threads, instruction_sets
     from qforge.runtime import LLM
@@ -25,7 +26,7 @@ def command(model: str, json_path: str | None) -> None:
     from qforge.stages.outcome import environment
 
     start = time.perf_counter()
-    llm = LLM(model)
+    llm = LLM(model, activations=activations)
     loaded = time.perf_counter() - start
     figures = measure(llm)
     machine = environment() | {"threads": default_threads(), "instruction_set": next(iter(instruction_sets()), None), "kernels": llm.kernels()}

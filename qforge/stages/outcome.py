@@ -38,7 +38,7 @@ def assemble(
 ) -> Results:
     """The results of a finished run; gates are judged here."""
     size_ratio = artifact["weights_bytes"] / (2 * plan.parameters)
-    figures = gates.figures(evaluation, size_ratio=size_ratio, bits_per_weight=plan.bits_per_weight)
+    figures = gates.figures(evaluation, size_ratio=size_ratio, bits_per_weight=plan.bits_per_weight, size_bytes=artifact["size_bytes"], peak_rss_bytes=meter.peak())
     return Results(
         qforge_version=__version__,
         recipe=recipe.to_dict(),

@@ -18,7 +18,7 @@ FLAGS = {
     "generate": ["--activations", "--json", "--max-tokens", "--prompt", "--prompts", "--seed", "--temperature"],
     "bench": ["--activations", "--json"],
     "serve": ["--activations", "--host", "--port"],
-    "inspect": ["--json"],
+    "inspect": ["--check", "--json"],
     "recipe": ["init: --out", "validate: --json", "validate: --set"],
     "doctor": ["--json"],
 }

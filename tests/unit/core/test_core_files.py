@@ -14,12 +14,16 @@ from qforge.errors import OutputError
 from qforge.files import atomic, atomic_folder, lock, readable_errors, sha256_tree, size_of, write_text
 
 
+def fail_after_writing(path: Path) -> None:
+    path.write_text("half")
+    raise ZeroDivisionError
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     write_text(path, "old")
     with pytest.raises(ZeroDivisionError), atomic(path) as temporary:
-        temporary.write_text("half")
-        raise ZeroDivisionError
+        fail_after_writing(temporary)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["a.txt"]
 
@@ -31,8 +35,7 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
             (temporary / content).write_text(content)
     assert os.listdir(folder) == ["two"]
     with pytest.raises(ZeroDivisionError), atomic_folder(folder) as temporary:
-        (temporary / "three").write_text("3")
-        raise ZeroDivisionError
+        fail_after_writing(temporary / "three")
     assert os.listdir(tmp_path) == ["model"]
     assert os.listdir(folder) == ["two"]
 

@@ -22,7 +22,7 @@ from qforge.recipe import Recipe, load_recipe
 from qforge.stages import artifact as artifacts
 from qforge.stages import evidence, exports, outcome
 from qforge.stages.journal import Journal
-from qforge.stages.meter import Meter
+from qforge.stages.meter import Meter, return_freed_memory
 from qforge.stages.texts import gather_texts
 from qforge.text.documents import documents
 from qforge.text.windows import evaluation_windows
@@ -61,6 +61,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
     Raises:
         QforgeError: see `qforge.errors` for the kinds.
     """
+    return_freed_memory()
     meter = Meter()
     recipe = _loaded(recipe, overrides)
     out = Path(out) if out is not None else Path("runs") / recipe.name
@@ -111,6 +112,7 @@ def evaluate(model: str | Path, *, against: str | Path | None = None, text: str 
         engine: `auto`, `runtime` or `transformers`, for `model`; the reference runs on transformers' code in fp32.
         progress: told what is going on.
     """
+    return_freed_memory()
     candidate = open_model(str(model))
     reference = None if against is None else open_model(str(against))
     tokenizer = candidate.tokenizer()

@@ -86,7 +86,7 @@ def quantize_blocks(
 def _inputs_of(blocks: BlockModel, index: int, windows: torch.Tensor, store: Store) -> list[torch.Tensor]:
     """Hidden states that block `index` takes: the newest kept ones, replayed through the finished blocks after them."""
     batches = windows.split(max(1, BATCH_TOKENS // windows.shape[1]))
-    embedded = [blocks.embed(b) for b in batches]  # also records what blocks are called with
+    embedded = blocks.embed(batches)  # also records what blocks are called with
     start, hidden = 0, embedded
     for done in range(index - 1, -1, -1):
         kept = store.load_hidden(done)

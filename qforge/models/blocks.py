@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,17 +58,21 @@ class BlockModel:
         return {f"{base}.{n}": m for n, m in self._blocks[index].named_modules() if isinstance(m, nn.Linear)}
 
     @torch.no_grad()
-    def embed(self, windows: torch.Tensor) -> torch.Tensor:
-        """Token ids `[B, T]` -> the hidden states `[B, T, D]` fp32 that the first block takes; remembers what the blocks of this shape are called with."""
+    def embed(self, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Token ids `[B, T]` -> the hidden states `[B, T, D]` fp32 that the first block takes, batch by batch; remembers what the blocks of each shape are called with."""
+        with self._outer(self._module.base_model):
+            return [self._embed(windows) for windows in batches]
+
+    def _embed(self, windows: torch.Tensor) -> torch.Tensor:
         calls: list[Call] = []
+        inputs: list[torch.Tensor] = []
 
         def record(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             calls.append(Call(args, kwargs))
             inputs.append(hidden)
             return hidden
 
-        inputs: list[torch.Tensor] = []
-        with self._outer(self._module.base_model), self._patched(lambda _: record):
+        with self._patched(lambda _: record):
             self._module.base_model(input_ids=windows, use_cache=False)
         self._calls[(int(windows.shape[0]), int(windows.shape[1]))] = calls
         return inputs[0].clone()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+_M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 
 
 class Meter:
@@ -31,6 +34,16 @@ class Meter:
     def peak(self) -> int:
         """Largest resident size of the process so far, bytes."""
         return max([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, *self.peaks.values()])
+
+
+def return_freed_memory() -> None:
+    """Let every freed block of 1 MiB or more go back to the operating system at once (glibc otherwise keeps those below 32 MiB for later).
+
+    Blocks come and go by the hundred while a model streams through; kept ones raised the peak of quantizing the demo model from 647 to 831 MiB.
+    Does nothing where the C library has no such setting.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def _status(field: str) -> int:

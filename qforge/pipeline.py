@@ -21,9 +21,10 @@ from qforge.progress import SILENT, Progress
 from qforge.recipe import Recipe, load_recipe
 from qforge.stages import artifact as artifacts
 from qforge.stages import evidence, exports, outcome
+from qforge.stages.estimates import Estimate, estimate
 from qforge.stages.journal import Journal
 from qforge.stages.meter import Meter, return_freed_memory
-from qforge.stages.texts import gather_texts
+from qforge.stages.texts import Texts, gather_texts
 from qforge.text.documents import documents
 from qforge.text.windows import evaluation_windows
 from qforge.types import Evaluation, ExportResult, Results
@@ -31,18 +32,20 @@ from qforge.types import Evaluation, ExportResult, Results
 FINISHED = ("results.json", "report.md", "report.html", "junit.xml")
 
 
-def plan(recipe: Recipe | str | Path, *, overrides: Sequence[str] = ()) -> tuple[Recipe, Plan]:
-    """What `quantize` would do; nothing is written.
+def plan(recipe: Recipe | str | Path, *, overrides: Sequence[str] = ()) -> tuple[Recipe, Plan, Estimate]:
+    """What `quantize` would do, and what it is expected to take; nothing is written.
 
     Raises:
         QforgeError: what `quantize` would refuse before it starts.
     """
     recipe = _loaded(recipe, overrides)
+    torch.set_num_threads(recipe.run.threads or len(os.sched_getaffinity(0)))
     _, model = _open(recipe)
-    planned = make_plan(recipe, model, BlockModel(model))
+    blocks = BlockModel(model)
+    planned = make_plan(recipe, model, blocks)
     exports.check(recipe, replace(model, schemes=planned.schemes))
-    gather_texts(recipe, model, planned, None)
-    return recipe, planned
+    texts = gather_texts(recipe, model, planned, None)
+    return recipe, planned, _estimate(recipe, planned, blocks, texts)
 
 
 def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, overrides: Sequence[str] = (), fresh: bool = False, progress: Progress = SILENT) -> Results:
@@ -95,7 +98,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
         with meter.stage("verify"):
             engine = "auto" if recipe.evaluate is None else recipe.evaluate.engine
             made = exports.verify_all(made, artifact, written["sha256"], engine, texts.evaluation, out, journal, progress)
-        results = outcome.assemble(recipe, model, planned, texts, written, evaluation, made, pieces, journal, meter)
+        results = outcome.assemble(recipe, model, planned, texts, written, evaluation, made, pieces, journal, meter, _estimate(recipe, planned, blocks, texts))
         write_text(out / "results.json", results.to_json())
         report.write(out / "results.json", out, list(recipe.report.formats))
     return results
@@ -134,6 +137,13 @@ def export(artifact: str | Path, format: str, *, type: str | None = None, out: s
         progress: told what is going on.
     """
     return exports.export_one(open_model(str(artifact)), Path(artifact), format, type, None if out is None else Path(out), progress)
+
+
+def _estimate(recipe: Recipe, planned: Plan, blocks: BlockModel, texts: Texts) -> Estimate:
+    """The estimate for the texts that were gathered; `generated` calibration text counts as asked for."""
+    asked = recipe.calibration.samples * recipe.calibration.sequence_length if planned.quantizer is not None and planned.quantizer.needs else 0
+    calibration = asked if texts.calibration is None else texts.calibration.tokens
+    return estimate(planned, blocks, calibration, 0 if texts.evaluation is None else texts.evaluation.tokens, adapters=bool(recipe.adapters))
 
 
 def _loaded(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:

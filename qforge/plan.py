@@ -1,10 +1,9 @@
-"""Recipe + model -> what will be done: each linear's scheme, size, bits per weight, and estimates of peak memory and time. Refuses before work starts."""
+"""Recipe + model -> what will be done: each linear's scheme, size, bits per weight, and room on disk. Refuses before work starts."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -39,10 +38,8 @@ class Plan:
         size_bytes: of the artifact's tensors.
         bits_per_weight: stored bits (scales and zero points included) per weight of the quantized linears.
         size_ratio: of the artifact to the merged model at 16 bits.
-        peak_bytes: estimated peak resident memory of the process, by what it is made of; their sum is the peak.
-        seconds: estimated wall time by stage.
-        notes: what a user should know beforehand.
         disk_bytes: what the output folder may come to hold: artifact, exports, journal.
+        notes: what a user should know beforehand.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -51,10 +48,8 @@ class Plan:
     size_bytes: int
     bits_per_weight: float
     size_ratio: float
-    peak_bytes: dict[str, int]
-    seconds: dict[str, float]
+    disk_bytes: int
     notes: tuple[str, ...]
-    disk_bytes: int = 0
 
     @property
     def schemes(self) -> dict[str, Scheme]:
@@ -75,8 +70,10 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel) -> Plan:
     layers, notes = _layers(recipe, model, blocks, quantizer)
     parameters = sum(_count(model.weights.info(n).shape) for n in model.weights.names())
     stored, weights, total = _sizes(model, layers)
-    plan = Plan(layers, quantizer, parameters, total, stored / weights if weights else 8.0 * model.dtype.itemsize, total / (2 * parameters), {}, {}, tuple(notes))
-    return _with_estimates(plan, recipe, model, blocks)
+    bits_per_weight = stored / weights if weights else 8.0 * model.dtype.itemsize
+    hidden = 2 * recipe.calibration.samples * recipe.calibration.sequence_length * blocks.hidden_size * 4 if quantizer is not None and quantizer.needs else 0
+    disk = total * (1 + len(recipe.export)) + 2 * weights + hidden
+    return Plan(layers, quantizer, parameters, total, bits_per_weight, total / (2 * parameters), disk, tuple(notes))
 
 
 def _refuse_unavailable(recipe: Recipe) -> None:
@@ -162,42 +159,6 @@ def _sizes(model: Model, layers: Sequence[LayerPlan]) -> tuple[int, int, int]:
     bits = sum(p.scheme.storage_bits(p.out_features, p.in_features) for p in quantized.values() if p.scheme is not None)
     weights = sum(p.out_features * p.in_features for p in quantized.values())
     return bits, weights, total + bits // 8
-
-
-def _with_estimates(plan: Plan, recipe: Recipe, model: Model, blocks: BlockModel) -> Plan:
-    calibration = recipe.calibration
-    calibrated = plan.quantizer is not None and bool(plan.quantizer.needs)
-    tokens = calibration.samples * calibration.sequence_length if calibrated else 0
-    per_block = [p for p in plan.layers if p.name.startswith(blocks.block_names[0] + ".")]
-    weights = sum(p.out_features * p.in_features for p in per_block)
-    widths = {(p.in_features) for p in per_block}
-    outer = blocks.vocab_size * blocks.hidden_size * 4
-    peak = {
-        "python, torch, transformers": 420 << 20,
-        "embedding or head in fp32": outer,
-        "one decoder block in fp32": 2 * weights * 4,
-        "calibration hidden states": tokens * blocks.hidden_size * 4,
-        "hessians and their factors": sum(w * w for w in widths) * 4 * 6 if calibrated else 0,
-        "quantized model in the runtime": plan.size_bytes if recipe.evaluate is not None else 0,
-        "logits of 128 positions, twice": 128 * blocks.vocab_size * 4 * 4 if recipe.evaluate is not None else 0,
-    }
-    rate = _gemm_rate()
-    hessian = sum(w * w for w in widths) * blocks.num_blocks
-    seconds = {"quantize": tokens * (2 * weights * blocks.num_blocks + hessian) / rate + 0.35 * blocks.num_blocks * calibrated}
-    quantized = sum(p.out_features * p.in_features for p in plan.layers if p.scheme is not None)
-    disk = plan.size_bytes * (1 + len(recipe.export)) + 2 * quantized + 2 * tokens * blocks.hidden_size * 4
-    return replace(plan, peak_bytes=peak, seconds=seconds, disk_bytes=disk)
-
-
-def _gemm_rate() -> float:
-    """Multiply-adds a second of this machine's fp32 matrix product, best of three."""
-    a, b = torch.ones(512, 1024), torch.ones(1024, 1024)
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        torch.mm(a, b)
-        best = min(best, time.perf_counter() - start)
-    return a.shape[0] * b.numel() / best
 
 
 def _count(shape: Iterable[int]) -> int:

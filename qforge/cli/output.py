@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from qforge.plan import Plan
     from qforge.recipe import Recipe
+    from qforge.stages.estimates import Estimate
     from qforge.types import Evaluation, ExportResult, Results
 
 
@@ -30,17 +32,18 @@ def write_json(file: str, text: str) -> None:
 
 def table(rows: Iterable[Sequence[str]], *, to_stderr: bool = False, header: Sequence[str] | None = None) -> None:
     """Print rows; the first column is a label."""
-    console = Console(stderr=to_stderr, soft_wrap=True)
+    console = Console(stderr=to_stderr, width=None if sys.stdout.isatty() else 140)
     shown = Table(show_header=header is not None, box=None, pad_edge=False)
     columns = [list(r) for r in rows]
-    for i in range(max(map(len, columns), default=0)):
-        shown.add_column(header[i] if header is not None else "", overflow="fold")
+    count = max(map(len, columns), default=0)
+    for i in range(count):
+        shown.add_column(header[i] if header is not None else "", overflow="fold", no_wrap=i + 1 < count)
     for row in columns:
-        shown.add_row(*(click.unstyle(cell) for cell in row))
-    console.print(shown, markup=False, highlight=False)
+        shown.add_row(*(Text(cell) for cell in row))
+    console.print(shown, highlight=False)
 
 
-def print_plan(recipe: Recipe, plan: Plan) -> None:
+def print_plan(recipe: Recipe, plan: Plan, estimate: Estimate) -> None:
     """What a run would do: a line for each kind of layer and scheme, then size, memory, time."""
     kinds = Counter((_kind(p.name), str(p.scheme) if p.scheme else f"as it is ({p.reason})", f"{p.out_features} x {p.in_features}") for p in plan.layers)
     table(((kind, shape, str(count), scheme) for (kind, scheme, shape), count in kinds.items()), header=("linear layers", "out x in", "count", "scheme"))
@@ -51,8 +54,9 @@ def print_plan(recipe: Recipe, plan: Plan) -> None:
         ("parameters", f"{plan.parameters:,}"),
         ("artifact", f"{plan.size_bytes / 1e6:.1f} MB, {plan.size_ratio:.1%} of the 16-bit model"),
         ("bits per weight", f"{plan.bits_per_weight:.3f} in the quantized layers"),
-        ("peak memory", f"about {sum(plan.peak_bytes.values()) / mib:,.0f} MiB: " + ", ".join(f"{name} {size / mib:,.0f}" for name, size in plan.peak_bytes.items() if size)),
-        ("time", "about " + ", ".join(f"{name} {seconds:,.0f} s" for name, seconds in plan.seconds.items())),
+        ("peak memory", f"about {sum(estimate.peak_bytes.values()) / mib:,.0f} MiB, to {estimate.peak_stage}"),
+        *((f"  {name}", f"{size / mib:,.0f} MiB") for name, size in estimate.peak_bytes.items() if size),
+        ("time", "about " + ", ".join(f"{seconds:,.0f} s to {name}" for name, seconds in estimate.seconds.items())),
         ("exports", ", ".join(e.format for e in recipe.export) or "none"),
         ("gates", ", ".join(f"{name} {g.limit}" for name, g in recipe.gates.items()) or "none"),
         *(("note", note) for note in plan.notes),

@@ -17,6 +17,7 @@ from qforge.evaluate import gates
 from qforge.models.model import Model
 from qforge.plan import Plan
 from qforge.recipe import Recipe
+from qforge.stages.estimates import Estimate
 from qforge.stages.journal import Journal
 from qforge.stages.meter import Meter
 from qforge.stages.pieces import BlockPieces
@@ -35,6 +36,7 @@ def assemble(
     pieces: BlockPieces,
     journal: Journal,
     meter: Meter,
+    estimate: Estimate,
 ) -> Results:
     """The results of a finished run; gates are judged here."""
     size_ratio = artifact["weights_bytes"] / (2 * plan.parameters)
@@ -69,10 +71,16 @@ def assemble(
         work={"computed": journal.computed, "resumed": journal.resumed},
         timings=meter.seconds,
         peak_rss_bytes=meter.peak(),
-        memory={f"peak during {name}" if name != "start" else "at start": size for name, size in meter.peaks.items()},
+        memory=_memory(meter, estimate),
         environment=environment(),
         warnings=[*plan.notes, *texts.notes, *(f"{layer.name}: {layer.note}" for layer in pieces.layers() if layer.note)],
     )
+
+
+def _memory(meter: Meter, estimate: Estimate) -> dict[str, int]:
+    """Measured resident bytes by stage, then what the largest stage is made of, as estimated from shapes."""
+    measured = {f"peak during {name}" if name != "start" else "at start": size for name, size in meter.peaks.items()}
+    return measured | {f"of which in {estimate.peak_stage}, estimated: {name}": size for name, size in estimate.peak_bytes.items() if size}
 
 
 def _layers(plan: Plan, pieces: BlockPieces) -> list[LayerResult]:

@@ -1,0 +1,99 @@
+"""How much memory and time a run will take, before it starts: from shapes, token counts and this machine's measured matrix-product rate."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from qforge.models.blocks import BlockModel
+from qforge.plan import Plan
+
+PROCESS = 470 << 20  # Python, torch, transformers, tokenizer and headers: measured before the first block is read
+BATCH_TOKENS = 4096  # of calibration.sequential and engines.transformers_engine
+CHUNK = 128  # positions whose logits exist at once
+FACTOR_BYTES = 28  # of one square matrix element while its factor is made: Hessian fp32, damped and factors fp64
+SCORING_COPIES = 8  # fp32 arrays [CHUNK, vocabulary] that comparing two models holds
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a run is expected to take.
+
+    Attributes:
+        peak_bytes: resident memory at the peak, by what it is made of; the sum is the peak.
+        peak_stage: in which stage that is.
+        seconds: wall time by stage.
+    """
+
+    peak_bytes: dict[str, int]
+    peak_stage: str
+    seconds: dict[str, float]
+
+
+def estimate(plan: Plan, blocks: BlockModel, calibration_tokens: int, evaluation_tokens: int, *, adapters: bool) -> Estimate:
+    """Estimate a run.
+
+    Args:
+        plan: what will be done.
+        blocks: the merged model.
+        calibration_tokens: of all sequences; 0 for a method that needs none.
+        evaluation_tokens: scored positions; 0 where evaluation is skipped.
+        adapters: whether the base's own perplexity is measured, too.
+    """
+    stages = {
+        "quantize": _quantize_memory(plan, blocks, calibration_tokens),
+        "evaluate": _evaluate_memory(plan, blocks, evaluation_tokens) if evaluation_tokens else {},
+    }
+    peak = max(stages, key=lambda name: sum(stages[name].values()))
+    return Estimate(stages[peak], peak, _seconds(plan, blocks, calibration_tokens, evaluation_tokens, 3 if adapters else 2))
+
+
+def _block_shapes(plan: Plan, blocks: BlockModel) -> list[tuple[int, int]]:
+    return [(p.out_features, p.in_features) for p in plan.layers if p.name.startswith(blocks.block_names[0] + ".")]
+
+
+def _quantize_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
+    shapes = _block_shapes(plan, blocks)
+    widths = {i for _, i in shapes}
+    embedding = {"the embedding, as stored and in fp32": blocks.vocab_size * blocks.hidden_size * 8}
+    block = {"one decoder block in fp32, read and quantized": 3 * sum(o * i for o, i in shapes) * 4}
+    if tokens:
+        block |= {
+            "outputs of its linears for one batch": min(tokens, BATCH_TOKENS) * sum(o for o, _ in shapes) * 4,
+            "Hessians and their factors": sum(w * w for w in widths) * 4 + max(widths) ** 2 * FACTOR_BYTES,
+        }
+    larger = max((embedding, block), key=lambda part: sum(part.values())) if tokens else block
+    return {"Python, torch, transformers, tokenizer": PROCESS, "hidden states of the calibration text": tokens * blocks.hidden_size * 4, **larger}
+
+
+def _evaluate_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
+    return {
+        "Python, torch, transformers, tokenizer": PROCESS,
+        "the quantized model, packed in the runtime": plan.size_bytes,
+        "the original's head in fp32": blocks.vocab_size * blocks.hidden_size * 4,
+        "hidden states of the evaluation text": tokens * blocks.hidden_size * 4,
+        f"logits of {CHUNK} positions of both models": CHUNK * blocks.vocab_size * 4 * SCORING_COPIES,
+    }
+
+
+def _seconds(plan: Plan, blocks: BlockModel, calibration: int, evaluation: int, passes: int) -> dict[str, float]:
+    shapes = _block_shapes(plan, blocks)
+    rate = gemm_rate()
+    weights = sum(o * i for o, i in shapes) * blocks.num_blocks
+    head = blocks.vocab_size * blocks.hidden_size
+    hessians = sum(i * i for _, i in shapes) * 4 // 7 * blocks.num_blocks  # linears that share an input share its Hessian: 4 inputs for 7 linears
+    quantize = calibration * (2 * weights + hessians) / rate
+    return {"quantize": quantize + (0.3 if calibration else 0.05) * blocks.num_blocks, "evaluate": evaluation * passes * (weights + head) / rate}
+
+
+def gemm_rate() -> float:
+    """Multiply-adds a second of this machine's fp32 matrix product at sizes like a model's, best of three."""
+    a, b = torch.ones(1024, 1024), torch.ones(1024, 1024)
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - start)
+    return a.shape[0] * b.numel() / best

@@ -1,0 +1,96 @@
+"""Plans: schemes by pattern, sizes as written, what is refused and how it is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+
+from qforge import pipeline
+from qforge.errors import MissingCapabilityError, QforgeError, RecipeError, UnsupportedError
+from qforge.plan import Plan
+
+QUANTIZE = {"method": "rtn", "scheme": "int4-g32-sym"}
+
+
+def recipe(folder: Path, **changes: object) -> Path:
+    if not (folder / "model").exists():
+        tiny.make(folder / "model")
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps({"version": 1, "model": {"source": "model"}, "quantize": QUANTIZE, "evaluate": None, **changes}))
+    return path
+
+
+def planned(folder: Path, **changes: object) -> Plan:
+    return pipeline.plan(recipe(folder, **changes))[1]
+
+
+def test_a_plan_writes_nothing_and_predicts_the_size(tmp_path: Path) -> None:
+    for name, quantize in (("a", QUANTIZE), ("b", {"method": "rtn", "scheme": "int8-channel-sym", "ignore": []}), ("c", {"method": "none"})):
+        folder = tmp_path / name
+        folder.mkdir()
+        path = recipe(folder, quantize=quantize)
+        before = sorted(folder.rglob("*"))
+        _, plan, estimate = pipeline.plan(path)
+        assert sorted(folder.rglob("*")) == before
+        assert sum(estimate.peak_bytes.values()) > 100 << 20
+        results = pipeline.quantize(path, out=folder / "out")
+        assert plan.size_bytes == pytest.approx(results.artifact["weights_bytes"], rel=0.15)
+        assert plan.bits_per_weight == results.artifact["bits_per_weight"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"quantize": {"method": "awq", "scheme": "int4-g32-sym"}}, UnsupportedError, "method awq is not available yet"),
+        ({"quantize": {"method": ["awq", "gptq"], "scheme": "int4-g32-sym"}}, UnsupportedError, "awq is not available yet"),
+        ({"quantize": {**QUANTIZE, "scheme": "int4-g48-sym"}}, RecipeError, r"q_proj.*48 does not divide.*64.*32"),
+        ({"quantize": {**QUANTIZE, "scheme": "nf4-g64@u8/g256:f32"}}, UnsupportedError, "two-level"),
+        ({"quantize": {**QUANTIZE, "scheme": "w8a8-int8"}}, UnsupportedError, "activations"),
+        ({"quantize": {**QUANTIZE, "ignore": ["*.nothing"]}}, RecipeError, r"'\*.nothing' matches no linear layer.*model.layers.0"),
+        ({"quantize": {**QUANTIZE, "overrides": [{"match": "down_proj", "scheme": "int8-g32-sym"}]}}, RecipeError, "'down_proj' matches no linear layer"),
+        ({"quantize": {**QUANTIZE, "ignore": ["*"]}}, RecipeError, "every linear layer is ignored"),
+        ({"export": [{"format": "onnx"}]}, UnsupportedError, "export onnx is not available yet"),
+        ({"export": [{"format": "gguf", "type": "q4_0"}], "quantize": {"method": "rtn", "scheme": "int8-g32-sym"}}, UnsupportedError, "(?i)q4_0"),
+        ({"run": {"device": "cuda"}}, MissingCapabilityError, "no usable CUDA device"),
+        ({"run": {"workers": 2}}, UnsupportedError, "workers"),
+        ({"run": {"memory_limit": "1GiB"}}, UnsupportedError, "memory_limit"),
+        ({"run": {"activations": "int8"}}, UnsupportedError, "activations"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_by_name_before_anything_is_written(tmp_path: Path, changes: dict[str, object], error: type[QforgeError], says: str) -> None:
+    path = recipe(tmp_path, **changes)
+    with pytest.raises(error, match=says):
+        pipeline.quantize(path, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_optional_export_that_cannot_be_made_is_listed(tmp_path: Path) -> None:
+    results = pipeline.quantize(recipe(tmp_path, export=[{"format": "onnx", "optional": True}, {"format": "gptq"}]), out=tmp_path / "out")
+    assert results.exports[0].path is None
+    assert "not available yet" in (results.exports[0].skipped_because or "")
+    assert results.exports[1].lossless is True
+
+
+@pytest.mark.parametrize(("fallback", "scheme"), [("adjust", "int4-g32-sym"), ("ignore", None)])
+def test_group_fallback_is_said_in_the_report(tmp_path: Path, fallback: str, scheme: str | None) -> None:
+    quantize = {"method": "rtn", "scheme": "int4-g128-sym", "options": {"group_fallback": fallback}, "ignore": ["lm_head"]}
+    results = pipeline.quantize(recipe(tmp_path, quantize={**quantize, "scheme": "int4-g96-sym" if fallback == "adjust" else "int4-g128-sym"}), out=tmp_path / "out")
+    schemes = {layer.name: layer.scheme for layer in results.layers}
+    assert schemes["model.layers.0.self_attn.q_proj"] == ("int4-g64-sym" if fallback == "adjust" else None)
+    assert schemes["model.layers.0.mlp.down_proj"] == ("int4-g64-sym" if fallback == "adjust" else "int4-g128-sym")
+    assert any("q_proj" in w for w in results.warnings)
+
+
+def test_the_last_override_wins_over_ignore(tmp_path: Path) -> None:
+    quantize = {
+        **QUANTIZE,
+        "ignore": ["lm_head", "*.mlp.*"],
+        "overrides": [{"match": "*.down_proj", "scheme": "int8-g32-sym"}, {"match": "*.1.*.down_proj", "scheme": "int8-g64-sym"}],
+    }
+    schemes = planned(tmp_path, quantize=quantize).schemes
+    assert "model.layers.0.mlp.up_proj" not in schemes
+    assert str(schemes["model.layers.0.mlp.down_proj"]) == "int8-g32-sym"
+    assert str(schemes["model.layers.1.mlp.down_proj"]) == "int8-g64-sym"

@@ -240,3 +240,42 @@ def test_killed_at_any_moment_and_resumed_gives_the_same_bytes(tmp_path: Path, r
         resumed += json.loads((out / "results.json").read_text())["work"]["resumed"] > 0
         assert not list(out.rglob("*.part"))
     assert rounds < 20 or resumed >= 5
+
+
+def test_the_model_can_write_its_own_calibration_text(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "model")
+    calibration = {"source": "generated", "samples": 6, "sequence_length": 48}
+    recipe = write_recipe(tmp_path, export=[], calibration=calibration)
+    first = qforge.quantize(recipe, out=tmp_path / "out")
+    assert first.calibration is not None
+    assert first.calibration["source"] == "generated"
+    assert first.calibration["tokens"] > 100
+    again = qforge.quantize(recipe, out=tmp_path / "again")
+    assert again.calibration == first.calibration  # the same seed writes the same text
+    assert again.artifact == first.artifact
+    resumed = qforge.quantize(recipe, out=tmp_path / "out")
+    assert resumed.work["computed"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 with transformers 5.23
+def test_an_adapter_is_merged_and_reported(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    tiny.make(tmp_path / "model", dtype=torch.float32)
+    torch.manual_seed(0)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    want = model.merge_and_unload().state_dict()
+    results = qforge.quantize(write_recipe(tmp_path, adapters=[{"source": "adapter"}], quantize={"method": "none"}, export=[]), out=tmp_path / "out")
+    got = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model", dtype=torch.float32).state_dict()
+    assert all(torch.allclose(got[n], w, atol=1e-6) for n, w in want.items())
+    assert results.adapters[0]["tensors"] == 6
+    assert results.evaluation is not None
+    assert results.evaluation.base is not None
+    assert results.evaluation.reference is not None
+    assert results.evaluation.base["perplexity"] != results.evaluation.reference["perplexity"]
+    assert results.evaluation.perplexity_ratio == pytest.approx(1, abs=1e-4)

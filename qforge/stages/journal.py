@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from qforge import __version__
+from qforge.errors import OutputError
 from qforge.files import atomic
 
 
@@ -57,8 +58,12 @@ class Journal:
 
     def save(self, name: str, tensors: Mapping[str, torch.Tensor], value: Any, *, count: bool = True) -> None:
         """Keep a piece."""
-        with atomic(self._folder / f"{name}.safetensors") as temporary:
-            save_file({n: t.contiguous() for n, t in tensors.items()}, temporary, metadata={"json": json.dumps(value)})
+        path = self._folder / f"{name}.safetensors"
+        with atomic(path) as temporary:
+            try:
+                save_file({n: t.contiguous() for n, t in tensors.items()}, temporary, metadata={"json": json.dumps(value)})
+            except SafetensorError as e:  # what it makes of the operating system's errors
+                raise OutputError(f"cannot write {path}: {e}; free some space and run again (finished work is kept)") from e
         self.computed += count
 
     def has(self, name: str) -> bool:

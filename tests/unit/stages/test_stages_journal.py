@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
+from safetensors import SafetensorError
 
 from qforge.calibration.sequential import Piece
+from qforge.errors import OutputError
 from qforge.methods import Options, find
 from qforge.scheme import parse
 from qforge.stages.journal import Journal, key
@@ -75,4 +78,14 @@ def test_only_the_newest_hidden_states_are_kept(tmp_path: Path) -> None:
     assert found is not None
     assert torch.equal(found[0], torch.full((2, 3), 2.0))
     pieces.drop_hidden()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("qforge.stages.journal.save_file", full)
+    with pytest.raises(OutputError, match="No space left.*free some space"):
+        Journal(tmp_path).save("x", {"a": torch.ones(1)}, None)
     assert not list(tmp_path.iterdir())

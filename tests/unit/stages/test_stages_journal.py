@@ -86,6 +86,6 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("qforge.stages.journal.save_file", full)
-    with pytest.raises(OutputError, match="No space left.*free some space"):
+    with pytest.raises(OutputError, match=r"No space left.*free some space"):
         Journal(tmp_path).save("x", {"a": torch.ones(1)}, None)
     assert not list(tmp_path.iterdir())

@@ -65,3 +65,28 @@ def test_a_damaged_file_is_one_message(tmp_path):
     path.write_bytes(path.read_bytes()[:-5000])
     with pytest.raises(ModelError, match=r"llama\.cpp could not run model-q4_0\.gguf"):
         verify_in_llama_cpp(path, model, TransformersEngine(model), [[5, 6]])
+
+
+def test_a_whole_text_runs_in_llama_cpp_as_on_our_runtime(tmp_path):
+    """Every position of a text, not a sample: the F32 twin is the same model, and Q4_0 differs by llama.cpp's 8-bit activations only."""
+    from qforge.engines.runtime_engine import RuntimeEngine
+    from qforge.text.documents import documents
+    from qforge.text.windows import evaluation_windows
+
+    model = quantized(open_model(str(tiny.make(tmp_path / "source", layers=2))), "int4-g32-sym")
+    tokenizer = model.tokenizer()
+    text = documents("builtin", role="evaluation", folder=tmp_path, tokenizer=tokenizer)
+    windows = evaluation_windows(text, tokenizer, 96).ids[::40][:10]
+    given = [w[:n] for w in windows for n in range(1, len(w))]
+    assert len(given) == 950
+    ours = next_token_logprobs(RuntimeEngine(model), given)
+    figures = {}
+    for kind in ("f32", "auto"):
+        (path,) = GgufExporter(kind).write(model, tmp_path / kind)
+        theirs, _ = llama_cpp.next_token_logprobs(path, given, model.config.vocab_size)
+        figures[kind] = float((ours.double().exp() * (ours - theirs).double()).sum(-1).mean()), float((ours.argmax(-1) == theirs.argmax(-1)).double().mean())
+    print(figures)
+    assert abs(figures["f32"][0]) < 1e-6
+    assert figures["f32"][1] == 1.0
+    assert 0 < figures["auto"][0] < 5e-3
+    assert figures["auto"][1] > 0.95

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from qforge.errors import OutputError
 
+LOCK = ".lock"  # in every output folder, and left there: it marks the folder as ours
+
 
 @contextlib.contextmanager
 def readable_errors(path: Path) -> Iterator[None]:
@@ -20,11 +22,9 @@ def readable_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        if e.errno in (errno.ENOSPC, errno.EDQUOT) or (e.errno is None and "requested and" in str(e)):  # numpy's short write has no number
             raise OutputError(f"the disk is full: writing {path} failed; free some space and run again (finished work is kept)") from e
-        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EEXIST, errno.EISDIR):
-            raise OutputError(f"cannot write {path}: {e.strerror}; choose another --out") from e
-        raise
+        raise OutputError(f"cannot write {path}: {e.strerror or e}; choose another place") from e
 
 
 @contextlib.contextmanager
@@ -93,7 +93,7 @@ def lock(folder: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with readable_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            handle = stack.enter_context(open(folder / ".lock", "a"))
+            handle = stack.enter_context(open(folder / LOCK, "a"))
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:

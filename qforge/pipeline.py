@@ -12,7 +12,7 @@ import torch
 
 from qforge import report
 from qforge.errors import OutputError
-from qforge.files import lock, readable_errors, write_text
+from qforge.files import LOCK, lock, readable_errors, write_text
 from qforge.models.blocks import BlockModel
 from qforge.models.lora import with_adapters
 from qforge.models.model import Model, open_model
@@ -30,6 +30,7 @@ from qforge.text.windows import evaluation_windows
 from qforge.types import Evaluation, ExportResult, Results
 
 FINISHED = ("results.json", "report.md", "report.html", "junit.xml")
+OURS = ("work", "model", "exports")
 
 
 def plan(recipe: Recipe | str | Path, *, overrides: Sequence[str] = ()) -> tuple[Recipe, Plan, Estimate]:
@@ -76,6 +77,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
         skipped = exports.check(recipe, replace(model, schemes=planned.schemes))
         gather_texts(recipe, model, planned, None)
         model_sha256 = model.fingerprint()
+        _refuse_foreign(out, recipe)
     with lock(out):
         _start(out, planned, fresh)
         journal = Journal(out / "work")
@@ -83,6 +85,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
             texts = gather_texts(recipe, model, planned, journal)
         for note in (*planned.notes, *texts.notes):
             progress.note(note)
+        artifacts.clear_others(out, recipe, model_sha256, planned, texts, journal)
         with meter.stage("quantize"):
             pieces = artifacts.quantize(recipe, model, model_sha256, blocks, planned, texts, journal, progress)
         with meter.stage("write"):
@@ -98,6 +101,10 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
         with meter.stage("verify"):
             engine = "auto" if recipe.evaluate is None else recipe.evaluate.engine
             made = exports.verify_all(made, artifact, written["sha256"], engine, texts.evaluation, out, journal, progress)
+        if journal.computed:
+            meter.keep(out / "work" / "meter.json")
+        else:
+            meter.recall(out / "work" / "meter.json")
         results = outcome.assemble(recipe, model, planned, texts, written, evaluation, made, pieces, journal, meter, _estimate(recipe, planned, blocks, texts))
         write_text(out / "results.json", results.to_json())
         report.write(out / "results.json", out, list(recipe.report.formats))
@@ -159,17 +166,36 @@ def _open(recipe: Recipe) -> tuple[Model, Model]:
     return base, with_adapters(base, [(a.source, a.weight) for a in recipe.adapters], folder=recipe.folder)
 
 
+def _refuse_foreign(out: Path, recipe: Recipe) -> None:
+    """Keep other people's files: an output folder is empty, or an earlier run's; and nothing that the run reads lies where it writes.
+
+    Raises:
+        OutputError: see above.
+    """
+    written = [out / name for name in (*OURS, *FINISHED)]
+    if not (out / LOCK).exists():
+        found = [p.name for p in written if p.exists()]
+        if found:
+            raise OutputError(f"{out} is not an output folder of qforge, and has {', '.join(found)} in it, which a run would replace; choose another --out")
+    evaluated = recipe.evaluate.text if recipe.evaluate is not None else ""
+    for source in (recipe.model.source, *(a.source for a in recipe.adapters), recipe.calibration.source, evaluated):
+        path = (recipe.folder / Path(source).expanduser()).resolve()
+        if source and path.exists() and any(path.is_relative_to(w.resolve()) or (w.resolve().is_relative_to(path) and w.exists()) for w in written):
+            raise OutputError(f"the run reads {source}, which lies in {out}, where it writes; choose another --out")
+
+
 def _start(out: Path, planned: Plan, fresh: bool) -> None:
     """Make room: what looks finished goes first, then, if asked, all that is finished."""
     with readable_errors(out):
-        for name in FINISHED:
-            (out / name).unlink(missing_ok=True)
-        if fresh:
-            for name in ("work", "model", "exports"):
-                shutil.rmtree(out / name, ignore_errors=True)
-        (out / "work").mkdir(exist_ok=True)
         free = shutil.disk_usage(out).free
     present = sum(p.stat().st_size for p in out.rglob("*") if p.is_file())
     needed = planned.disk_bytes - present
     if needed > free:
-        raise OutputError(f"{out}: this run needs about {needed / 1e9:.2f} GB more on disk, and {free / 1e9:.2f} GB are free; free some space or choose another --out")
+        raise OutputError(f"{out}: this run needs about {needed / 1e6:,.1f} MB more on disk, and {free / 1e6:,.1f} MB are free; free some space or choose another --out")
+    with readable_errors(out):
+        for name in FINISHED:
+            (out / name).unlink(missing_ok=True)
+        if fresh:
+            for name in OURS:
+                shutil.rmtree(out / name, ignore_errors=True)
+        (out / "work").mkdir(exist_ok=True)

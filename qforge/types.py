@@ -90,7 +90,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """One foreign engine's reading of an export, compared with our runtime over the same integers."""
+    """One reading of an export, compared with the artifact or our runtime. `executed`: an engine that is not ours ran it; otherwise its weights were only read and compared."""
 
     engine: str
     version: str
@@ -99,6 +99,7 @@ class Verification:
     positions: int | None = None
     weights_equal: bool | None = None
     note: str | None = None
+    executed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from qforge.files import write_text
 
 @click.command(name="bench")
 @click.argument("model")
-@click.option("--activations", type=click.Choice(["fp", "int8"]), default="fp", show_default=True, help="How the runtime treats activations.")
+@click.option("--activations", type=click.Choice(["fp", "int8"]), default="fp", show_default=True, help="fp is accurate; int8 is not available yet.")
 @click.option("--json", "json_path", metavar="FILE", help="Write the figures to a file; - writes only JSON to stdout.")
 def command(model: str, activations: str, json_path: str | None) -> None:
     """Measure MODEL: prefill and decode speed, time to first token, time per token, memory, loading time."""

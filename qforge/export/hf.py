@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from qforge.errors import UnsupportedError
+from qforge.errors import NumericalError, UnsupportedError
 from qforge.export.writer import SHARD_BYTES, Piece, write_safetensors
 from qforge.files import atomic_folder, write_text
 from qforge.layouts import compressed_tensors
@@ -110,7 +110,13 @@ def weight_shape(model: Model, module: str) -> tuple[int, int]:
 
 
 def _plain(model: Model, name: str) -> Piece:
-    return Piece({name: model.weights.info(name)}, lambda: {name: model.weights.read(name)})
+    def read() -> dict[str, torch.Tensor]:
+        tensor = model.weights.read(name)
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise NumericalError(f"{name} of the model holds NaN or infinite values; the model is damaged, or its dtype does not hold them (model.dtype: float32 or bfloat16 may)")
+        return {name: tensor}
+
+    return Piece({name: model.weights.info(name)}, read)
 
 
 def _packed(model: Model, schemes: Mapping[str, Scheme], linear: Callable[[str], QuantizedLinear], module: str) -> Piece:

@@ -48,7 +48,7 @@ def verify(format_name: str, paths: Sequence[Path], model: Model, scorer: Scorer
         ModelError: a foreign reader cannot read the file.
     """
     if format_name == "gptq":
-        return [verify_gptq(paths[0].parent, model)], []
+        return [verify_gptq(paths[0].parent, model)], ["not executed: no engine for GPTQ checkpoints is at hand; its integers were compared"]
     path = next(p for p in paths if p.suffix == ".gguf")
     done = [verify_gguf_weights(path, model)]
     try:
@@ -104,8 +104,8 @@ def verify_in_llama_cpp(path: Path, model: Model, scorer: Scorer, prompts: Seque
     largest = (ours - theirs).abs().amax().item()
     note = f"against {scorer.name}; fp32 cache, no flash attention; largest difference of a log-probability {largest:.2g}"
     if model.schemes and "f32" not in path.stem:
-        note += "; llama.cpp's quantized kernels round activations to 8 bits, which is where the difference comes from"
-    return Verification(llama_cpp.NAME, engine_version, kl_mean=max(kl, 0.0), top1_agreement=agreement, positions=len(prompts), note=note)
+        note += "; llama.cpp's quantized kernels round activations to 8 bits"
+    return Verification(llama_cpp.NAME, engine_version, kl_mean=max(kl, 0.0), top1_agreement=agreement, positions=len(prompts), note=note, executed=True)
 
 
 def next_token_logprobs(scorer: Scorer, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -140,7 +140,7 @@ def verify_gptq(folder: Path, model: Model) -> Verification:
                     unequal.append(name)
     missing = sorted(set(model.schemes) - seen)
     note = f"unequal or missing: {', '.join([*unequal, *missing][:3])}" if unequal or missing else None
-    return Verification("independent unpacking (safetensors)", version("safetensors"), weights_equal=not unequal and not missing, note=note)
+    return Verification("qforge's second unpacking of what safetensors reads", version("safetensors"), weights_equal=not unequal and not missing, note=note)
 
 
 def _gptq_equal(tensors: dict[str, np.ndarray], model: Model, module: str, *, v2: bool) -> bool:

@@ -144,14 +144,14 @@ def _exports(results: Mapping[str, Any]) -> Table | None:
         checks = [verification(v) for v in e.get("verified_by") or []]
         if e.get("skipped_because"):
             checks.append(f"skipped: {e['skipped_because']}")
-        rows.append((e["format"], e.get("path") or MISSING, size(e.get("size_bytes")), lossless, "; ".join(checks) or "not executed"))
-    words = "Each export is read back and executed by an engine that is not qforge's."
-    return Table("Exports", ("format", "path", "size", "integers and scales", "executed by, and how close to our runtime"), rows, words) if rows else None
+        rows.append((e["format"], e.get("path") or MISSING, size(e.get("size_bytes")), lossless, "; ".join(checks) or "not checked"))
+    words = "Each export is read back and compared with the artifact; 'executed' marks an engine that is not qforge's."
+    return Table("Exports", ("format", "path", "size", "integers and scales", "read or executed by, and how close to our runtime"), rows, words) if rows else None
 
 
 def verification(v: Mapping[str, Any]) -> str:
-    """One foreign engine's check of an export, in words."""
-    parts = []
+    """One check of an export, in words."""
+    parts = ["executed"] if v.get("executed") else ["read"]
     if v.get("weights_equal") is not None:
         parts.append("weights equal bit for bit" if v["weights_equal"] else "WEIGHTS DIFFER")
     if v.get("kl_mean") is not None:

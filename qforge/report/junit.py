@@ -57,7 +57,7 @@ def _export(export: Mapping[str, Any]) -> list[ET.Element]:
             ET.SubElement(case, "failure", type="export", message="what was written differs from the artifact")
         cases.append(case)
     for check in export.get("verified_by") or []:
-        case = _case("exports", f"{name}: executed by {check['engine']}")
+        case = _case("exports", f"{name}: {'executed' if check.get('executed') else 'read'} by {check['engine']}")
         told = _legal(verification(check))
         if check.get("weights_equal") is False:
             ET.SubElement(case, "failure", type="export", message=told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,17 +25,29 @@ from qforge.stages.pieces import BlockPieces
 from qforge.stages.texts import Texts
 
 
-def quantize(recipe: Recipe, model: Model, model_sha256: str, blocks: BlockModel, plan: Plan, texts: Texts, journal: Journal, progress: Progress) -> BlockPieces:
-    """Quantize every planned linear; finished blocks are taken up from the journal."""
-    calibration = texts.calibration
-    root = key(
+def root_key(recipe: Recipe, model_sha256: str, plan: Plan, texts: Texts) -> str:
+    """The key of everything that decides the quantized weights."""
+    return key(
         "quantize",
         model=model_sha256,
         method=list(recipe.quantize.method),
         options=recipe.quantize.options.model_dump(),
         schemes={name: str(scheme) for name, scheme in plan.schemes.items()},
-        calibration=calibration.sha256 if calibration is not None else None,
+        calibration=texts.calibration.sha256 if texts.calibration is not None else None,
     )
+
+
+def clear_others(out: Path, recipe: Recipe, model_sha256: str, plan: Plan, texts: Texts, journal: Journal) -> None:
+    """Remove an artifact and exports that another recipe left: they must not be taken for this one's, neither while it runs nor after."""
+    if not journal.has(key("artifact", quantized=root_key(recipe, model_sha256, plan, texts))):
+        for name in ("model", "exports"):
+            shutil.rmtree(out / name, ignore_errors=True)
+
+
+def quantize(recipe: Recipe, model: Model, model_sha256: str, blocks: BlockModel, plan: Plan, texts: Texts, journal: Journal, progress: Progress) -> BlockPieces:
+    """Quantize every planned linear; finished blocks are taken up from the journal."""
+    calibration = texts.calibration
+    root = root_key(recipe, model_sha256, plan, texts)
     stages = 0 if plan.quantizer is None else blocks.num_blocks + (blocks.head_name in plan.schemes)
     pieces = BlockPieces(journal, root, stages)
     if plan.quantizer is not None:

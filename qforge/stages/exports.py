@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from qforge.errors import UnsupportedError
+from qforge.engines import llama_cpp
+from qforge.errors import OutputError, UnsupportedError
 from qforge.export import exporter
 from qforge.export.verify import seeded_prompts, verify
-from qforge.files import sha256_tree, size_of
+from qforge.files import LOCK, readable_errors, sha256_tree, size_of
 from qforge.models.model import Model
 from qforge.progress import Progress
 from qforge.recipe import Recipe
@@ -26,8 +27,8 @@ from qforge.types import ExportResult, Verification
 POSITIONS = 64  # at which a foreign engine's next-token distribution is compared with ours
 
 
-def check(recipe: Recipe, planned: Model) -> list[tuple[str, str]]:
-    """(format, reason) of every *optional* export that cannot be made.
+def check(recipe: Recipe, planned: Model) -> dict[int, str]:
+    """Why an *optional* export cannot be made, by its place in the recipe's list.
 
     Args:
         recipe: with its `export` list.
@@ -36,8 +37,8 @@ def check(recipe: Recipe, planned: Model) -> list[tuple[str, str]]:
     Raises:
         UnsupportedError: a required export cannot be made.
     """
-    skipped = []
-    for section in recipe.export:
+    skipped = {}
+    for place, section in enumerate(recipe.export):
         try:
             problem = exporter(section.format, section.type).check(planned)
         except UnsupportedError as e:
@@ -45,28 +46,27 @@ def check(recipe: Recipe, planned: Model) -> list[tuple[str, str]]:
         if problem is not None and not section.optional:
             raise UnsupportedError(problem if problem.startswith("export ") else f"export {section.format}: {problem}")
         if problem is not None:
-            skipped.append((section.format, problem))
+            skipped[place] = problem
     return skipped
 
 
-def make(recipe: Recipe, artifact: Model, artifact_sha256: str, skipped: Sequence[tuple[str, str]], out: Path, journal: Journal, progress: Progress) -> list[ExportResult]:
+def make(recipe: Recipe, artifact: Model, artifact_sha256: str, skipped: Mapping[int, str], out: Path, journal: Journal, progress: Progress) -> list[ExportResult]:
     """Write every export of the recipe; one that is there, whole and unchanged, stays.
 
     Args:
         recipe: with its `export` list.
         artifact: opened from disk.
         artifact_sha256: of its folder.
-        skipped: optional exports that cannot be made, with the reason.
+        skipped: from `check`.
         out: the run's folder; exports go to `exports/<format>` (`exports/<format>-<type>` where a format is asked for twice).
         journal: keeps hashes.
         progress: is told.
     """
-    reasons = dict(skipped)
     formats = [e.format for e in recipe.export]
-    results = []
-    for section in progress.track(recipe.export, "export", len(recipe.export)):
-        if section.format in reasons:
-            results.append(ExportResult(section.format, skipped_because=reasons[section.format]))
+    results: list[ExportResult] = []
+    for place, section in enumerate(progress.track(recipe.export, "export", len(recipe.export))):
+        if place in skipped:
+            results.append(ExportResult(section.format, skipped_because=skipped[place]))
             continue
         twice = formats.count(section.format) > 1
         relative = f"exports/{section.format}" + (f"-{section.type or 'auto'}" if twice else "")
@@ -76,11 +76,17 @@ def make(recipe: Recipe, artifact: Model, artifact_sha256: str, skipped: Sequenc
             found = ({}, _write(artifact, section.format, section.type, out / relative))
             journal.save(name, {"done": torch.ones(1)}, found[1])
         results.append(ExportResult(section.format, relative, **found[1]))
+    wanted = {out / r.path for r in results if r.path is not None}
+    for left in (out / "exports").glob("*"):
+        if left not in wanted:
+            shutil.rmtree(left, ignore_errors=True)
     return results
 
 
 def _write(artifact: Model, format_name: str, type_name: str | None, folder: Path) -> dict[str, Any]:
-    shutil.rmtree(folder, ignore_errors=True)
+    with readable_errors(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
     exporter(format_name, type_name).write(artifact, folder)
     return {"sha256": sha256_tree(folder), "size_bytes": size_of(folder)}
 
@@ -108,7 +114,7 @@ def verify_all(
         if result.path is None:
             done.append(result)
             continue
-        name = key("verify", artifact=artifact_sha256, export=result.sha256, format=result.format, prompts=prompts, engine=engine)
+        name = key("verify", artifact=artifact_sha256, export=result.sha256, format=result.format, prompts=prompts, engine=engine, llama_cpp=llama_cpp.missing())
         found = journal.load(name)
         if found is None:
             found = ({}, _verified(result, out / result.path, artifact, engine, prompts))
@@ -122,7 +128,8 @@ def verify_all(
 def _verified(result: ExportResult, folder: Path, artifact: Model, engine: str, prompts: list[list[int]]) -> dict[str, Any]:
     paths = sorted(p for p in folder.rglob("*") if p.is_file())
     verified, left_out = verify(result.format, paths, artifact, engine_for(artifact, engine), prompts)
-    lossless = all(v.weights_equal for v in verified if v.weights_equal is not None)
+    compared = [v.weights_equal for v in verified if v.weights_equal is not None]
+    lossless = all(compared) if compared else None
     return {"lossless": lossless, "verified_by": [asdict(v) for v in verified], "skipped_because": "; ".join(left_out) or None}
 
 
@@ -144,9 +151,14 @@ def export_one(artifact: Model, source: Path, format_name: str, type_name: str |
     problem = chosen.check(artifact)
     if problem is not None:
         raise UnsupportedError(f"export {format_name}: {problem}")
+    run = source if (source / "model").is_dir() else source.parent
+    own = folder is None and (run / LOCK).exists()
     if folder is None:
-        run = source if (source / "model").is_dir() else source.parent
-        folder = run / "exports" / format_name if (run / "model").is_dir() else source.parent / f"{source.stem}-{format_name}"
+        folder = run / "exports" / format_name if own else source.parent / f"{source.stem}-{format_name}"
+    if not own and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OutputError(f"{folder} is not empty; --out names a new or empty folder, which the export will fill")
+    if folder.resolve() == artifact.assets.resolve() or folder.resolve() in artifact.assets.resolve().parents:
+        raise OutputError(f"{folder} holds the model that is exported; choose another --out")
     progress.note(f"writing {folder}")
     result = ExportResult(format_name, str(folder), **_write(artifact, format_name, type_name, folder))
     value = _verified(result, folder, artifact, "auto", seeded_prompts(_builtin_windows(artifact).ids, POSITIONS))

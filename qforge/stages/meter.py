@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from qforge.files import write_text
 
 _M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 
@@ -17,6 +20,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._recalled = False
         self.peaks: dict[str, int] = {"start": _status("VmRSS")}
 
     @contextlib.contextmanager
@@ -31,9 +35,19 @@ class Meter:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
             self.peaks[name] = max(self.peaks.get(name, 0), _status("VmHWM"))
 
+    def keep(self, path: Path) -> None:
+        """Remember this run's figures, so that a later run that finds all work done can state what the work took."""
+        write_text(path, json.dumps({"seconds": self.seconds, "peaks": self.peaks}))
+
+    def recall(self, path: Path) -> None:
+        """State the figures of the run that did the work, instead of this one's; stays as it is when none are kept."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            kept = json.loads(path.read_text())
+            self.seconds, self.peaks, self._recalled = kept["seconds"], kept["peaks"], True
+
     def peak(self) -> int:
-        """Largest resident size of the process so far, bytes."""
-        return max([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, *self.peaks.values()])
+        """Largest resident size of the process so far (or of the recalled run), bytes."""
+        return max([0 if self._recalled else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, *self.peaks.values()])
 
 
 def return_freed_memory() -> None:

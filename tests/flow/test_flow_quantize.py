@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import qforge
 from qforge.engines.base import chunks
 from qforge.engines.transformers_engine import TransformersEngine
+from qforge.errors import NumericalError, OutputError, QforgeError
 from qforge.files import sha256_tree
 from qforge.models.model import open_model
 from qforge.types import Results
@@ -279,3 +281,67 @@ def test_an_adapter_is_merged_and_reported(tmp_path: Path) -> None:
     assert results.evaluation.reference is not None
     assert results.evaluation.base["perplexity"] != results.evaluation.reference["perplexity"]
     assert results.evaluation.perplexity_ratio == pytest.approx(1, abs=1e-4)
+
+
+def test_files_that_are_not_ours_are_kept(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "model")
+    recipe = write_recipe(tmp_path, export=[], evaluate=None, quantize={"method": "rtn", "scheme": "int4-g32-sym"})
+    before = sha256_tree(tmp_path)
+    with pytest.raises(OutputError, match="not an output folder of qforge"):
+        qforge.quantize(recipe, out=tmp_path)  # OUT/model is the base model
+    assert sha256_tree(tmp_path) == before
+    qforge.quantize(recipe, out=tmp_path / "out")
+    own = tmp_path / "second.yaml"
+    own.write_text(recipe.read_text().replace('"source": "model"', '"source": "out/model"'))
+    with pytest.raises(QforgeError):
+        qforge.quantize(own, out=tmp_path / "out")
+    keep = tmp_path / "keep"
+    keep.mkdir()
+    (keep / "thesis.tex").write_text("mine")
+    artifact = sha256_tree(tmp_path / "out" / "model")
+    for format_name in ("gguf", "gptq"):
+        for folder in (keep, tmp_path / "out" / "model", tmp_path / "out"):
+            with pytest.raises(OutputError):
+                qforge.export(tmp_path / "out", format_name, out=folder)
+    assert (keep / "thesis.tex").read_text() == "mine"
+    assert sha256_tree(tmp_path / "out" / "model") == artifact
+    assert qforge.export(tmp_path / "out", "gptq", out=tmp_path / "new").lossless is True
+    assert qforge.export(tmp_path / "out", "gguf").path == str(tmp_path / "out" / "exports" / "gguf")
+
+
+def test_what_another_recipe_left_is_removed(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "model")
+    out = tmp_path / "out"
+    qforge.quantize(write_recipe(tmp_path, evaluate=None), out=out)
+    qforge.quantize(write_recipe(tmp_path, evaluate=None, export=[{"format": "gptq"}]), out=out)
+    assert [p.name for p in (out / "exports").iterdir()] == ["gptq"]
+    qforge.quantize(write_recipe(tmp_path, evaluate=None, export=[], quantize={"method": "rtn", "scheme": "int8-g32-sym"}), out=out)
+    assert not (out / "exports").exists() or not list((out / "exports").iterdir())
+
+
+def test_an_optional_export_does_not_take_a_required_one_with_it(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "model")
+    exports = [{"format": "gguf", "type": "q4_0", "optional": True}, {"format": "gguf", "type": "f32"}]
+    results = qforge.quantize(write_recipe(tmp_path, evaluate=None, quantize={"method": "rtn", "scheme": "int8-g32-sym"}, export=exports), out=tmp_path / "out")
+    assert results.exports[0].path is None
+    assert results.exports[1].lossless is True
+
+
+def test_a_run_that_finds_all_work_done_states_what_the_work_took(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "model")
+    recipe = write_recipe(tmp_path, export=[])
+    first = qforge.quantize(recipe, out=tmp_path / "out")
+    again = qforge.quantize(recipe, out=tmp_path / "out")
+    assert again.timings["quantize"] == first.timings["quantize"]
+    assert again.peak_rss_bytes >= max(v for k, v in first.memory.items() if k.startswith("peak"))
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])
+def test_a_damaged_tensor_outside_the_linears_is_refused(tmp_path: Path, name: str) -> None:
+    tiny.make(tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors[name].view(-1)[0] = float("nan")
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NumericalError, match="NaN"):
+        qforge.quantize(write_recipe(tmp_path, evaluate=None, export=[], quantize={"method": "rtn", "scheme": "int4-g32-sym"}), out=tmp_path / "out")
+    assert not (tmp_path / "out" / "model").exists()

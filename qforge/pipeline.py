@@ -123,14 +123,19 @@ def evaluate(model: str | Path, *, against: str | Path | None = None, text: str 
         progress: told what is going on.
     """
     return_freed_memory()
-    candidate = open_model(str(model))
-    reference = None if against is None else open_model(str(against))
+    candidate = _open_exactly(model)
+    reference = None if against is None else _open_exactly(against)
     tokenizer = candidate.tokenizer()
     read = documents(text, role="evaluation", folder=Path(), tokenizer=tokenizer)
     windows = evaluation_windows(read, tokenizer, window, context=getattr(candidate.config, "max_position_embeddings", None))
     for note in windows.notes:
         progress.note(note)
     return evidence.measure(candidate, reference, windows, engine, progress)
+
+
+def _open_exactly(model: str | Path) -> Model:
+    """Open a model to be measured: a GGUF file in fp32, so that its integers mean what its own engine takes them for (16 bits would round them)."""
+    return open_model(str(model), dtype="float32" if str(model).endswith(".gguf") else "auto")
 
 
 def export(artifact: str | Path, format: str, *, type: str | None = None, out: str | Path | None = None, progress: Progress = SILENT) -> ExportResult:

@@ -99,13 +99,14 @@ def _layers(recipe: Recipe, model: Model, blocks: BlockModel, quantizer: Quantiz
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in shapes):
                 raise RecipeError(f"quantize.{field}: '{pattern}' matches no linear layer of this model; names look like {_examples(shapes)}")
-    layers, notes = [], []
+    layers: list[LayerPlan] = []
+    changed: dict[str, list[str]] = {}
     for name, (out_features, in_features) in shapes.items():
         scheme, reason = _scheme_of(recipe, name, quantizer)
         if scheme is not None and quantizer is not None:
             scheme, reason = _fitted(scheme, name, out_features, in_features, section.options.group_fallback)
             if reason is not None:
-                notes.append(f"{name}: {reason}")
+                changed.setdefault(reason, []).append(name)
         layers.append(LayerPlan(name, out_features, in_features, scheme, reason))
     if quantizer is not None and not any(p.scheme for p in layers):
         raise RecipeError("quantize: every linear layer is ignored; remove patterns from quantize.ignore, or use method: none")
@@ -113,6 +114,7 @@ def _layers(recipe: Recipe, model: Model, blocks: BlockModel, quantizer: Quantiz
         problem = quantizer.supports(scheme) if quantizer is not None else None
         if problem is not None and quantizer is not None:
             raise UnsupportedError(f"method {quantizer.name}: {problem}")
+    notes = [f"{names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "") + f": {reason}" for reason, names in changed.items()]
     return tuple(layers), notes
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from qforge.errors import DataError
+from qforge.errors import DataError, UnsupportedError
 from qforge.models.model import Model
 from qforge.plan import Plan
 from qforge.recipe import Recipe
 from qforge.runtime import LLM, SamplingParams
+from qforge.runtime.decoder import supports
 from qforge.stages.journal import Journal, key
 from qforge.text.calibration import CalibrationSet, calibration_set, generated
 from qforge.text.documents import Documents, documents, from_texts
@@ -57,7 +58,11 @@ def gather_texts(recipe: Recipe, model: Model, plan: Plan, journal: Journal | No
         evaluation = evaluation_windows(read, tokenizer, recipe.evaluate.window, context=context)
         notes += evaluation.notes
     section = recipe.calibration
-    if plan.quantizer is None or not plan.quantizer.needs or (section.source == "generated" and journal is None):
+    calibrated = plan.quantizer is not None and bool(plan.quantizer.needs)
+    reason = supports(model.spec) if calibrated and section.source == "generated" else None
+    if reason is not None:
+        raise UnsupportedError(f"calibration.source: generated needs the built-in runtime, which cannot run this model: {reason}; name a text file, or builtin")
+    if not calibrated or (section.source == "generated" and journal is None):
         return Texts(None, evaluation, None, notes)
     if section.source == "generated":
         assert journal is not None

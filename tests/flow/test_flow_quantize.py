@@ -345,3 +345,14 @@ def test_a_damaged_tensor_outside_the_linears_is_refused(tmp_path: Path, name: s
     with pytest.raises(NumericalError, match="NaN"):
         qforge.quantize(write_recipe(tmp_path, evaluate=None, export=[], quantize={"method": "rtn", "scheme": "int4-g32-sym"}), out=tmp_path / "out")
     assert not (tmp_path / "out" / "model").exists()
+
+
+@pytest.mark.parametrize("scheme", ["int4-g32-sym", "int4-g32-asym", "int8-g32-sym"])
+def test_an_exported_file_measures_as_the_artifact_does(tmp_path: Path, scheme: str) -> None:
+    tiny.make(tmp_path / "model")
+    results = qforge.quantize(write_recipe(tmp_path, quantize={"method": "rtn", "scheme": scheme}), out=tmp_path / "out")
+    assert results.evaluation is not None
+    gguf = next((tmp_path / "out" / "exports" / "gguf").glob("*.gguf"))
+    for model in (tmp_path / "out", tmp_path / "out" / "exports" / "gptq", gguf):
+        again = qforge.evaluate(model, text=str(tmp_path / "evaluation.txt"), window=64)
+        assert again.candidate["perplexity"] == pytest.approx(results.evaluation.candidate["perplexity"], rel=1e-6), model

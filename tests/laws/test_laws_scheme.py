@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qforge import numerics
@@ -63,6 +63,7 @@ RTN_SCHEMES = ["int2-g8-sym", "int3-g8-asym", "int4-g8-sym", "int4-g16-asym", "i
 
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(RTN_SCHEMES), st.integers(0, 2**31), st.floats(1e-5, 100))
+@example("int8-channel-sym@f32", 1, 1.0)  # such a tie
 def test_rtn_codes_are_the_nearest(text: str, seed: int, magnitude: float) -> None:
     scheme = parse(text)
     weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)) * magnitude
@@ -76,7 +77,8 @@ def test_rtn_codes_are_the_nearest(text: str, seed: int, magnitude: float) -> No
         for c in range(low, high + 1)
     ])  # fmt: skip
     best = (candidates - weight).abs().nan_to_num(nan=float("inf")).amin(0)
-    assert (got <= best * (1 + 1e-6) + 1e-30).all()
+    # A quotient in fp32 may fall on a tie that the exact one misses by its rounding error, at most |w| 2^-24: then both neighbours are nearest to that precision.
+    assert (got <= best + weight.abs() * 2.0**-22 + 1e-30).all()
 
 
 @pytest.mark.parametrize("text", RTN_SCHEMES)

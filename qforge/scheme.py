@@ -200,8 +200,8 @@ class Scheme:
         """Why a weight `[out_features, in_features]` cannot have this scheme, with the sizes that fit; None if it can."""
         g = self.granularity
         if g.per is Per.GROUP and in_features % g.columns:
-            fitting = [n for n in (16, 32, 48, 64, 96, 128, 192, 256) if in_features % n == 0]
-            return f"group size {g.columns} does not divide its input width {in_features} (these do: {', '.join(map(str, fitting)) or 'none'}; or per channel)"
+            fitting = [n for n in (16, 32, 48, 64, 96, 128, 192, 256) if in_features % n == 0] or [n for n in range(8, 257) if in_features % n == 0]
+            return f"group size {g.columns} does not divide its input width {in_features} (these do: {', '.join(map(str, fitting)) or 'none up to 256'}; or per channel)"
         return None
 
 

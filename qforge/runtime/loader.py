@@ -25,7 +25,7 @@ def load(model: Model, *, threads: int | None = None, num_blocks: int, block_siz
     """
     reason = supports(model.spec)
     if reason is not None or model.spec is None:
-        raise UnsupportedError(f"'{model.source}' cannot run on the built-in runtime: {reason}; use the transformers engine")
+        raise UnsupportedError(f"'{model.source}' cannot run on the built-in runtime: {reason}; transformers loads it as it is, and eval --engine transformers measures it")
     reader = _Reader(model, model.spec, threads)
     layers = [reader.layer(i) for i in range(model.spec.num_layers)]
     return Decoder(model.spec, layers, reader.norm("model.norm"), reader.head(), layer_ops(threads), num_blocks=num_blocks, block_size=block_size)

@@ -1,0 +1,85 @@
+"""A run of a peer: the shared runner (4 bits) or ours (other widths) under the interpreter of the peer's own environment; finished results are found again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peers.runs import Run
+from peers.texts import Tokens
+
+RUNNER_BITS = 4
+LOW_BITS = Path(__file__).with_name("low_bits.py")
+PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors", "gptqmodel", "auto-round", "hqq", "bitsandbytes")
+ASK_VERSIONS = f"""
+import importlib.metadata as m, json
+found = {{}}
+for name in {PACKAGES!r}:
+    try: found[name] = m.version(name)
+    except m.PackageNotFoundError: pass
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Where the peers are: `runner` is the folder with run_peer.py, `environments` holds one virtual environment for each tool."""
+
+    runner: Path
+    environments: Path
+
+    def interpreter(self, tool: str) -> Path:
+        """The Python of a tool's environment."""
+        return self.environments / tool / "bin" / "python"
+
+    def lacks(self, tool: str) -> str | None:
+        """Why a tool cannot run here, or None."""
+        if not (self.runner / "run_peer.py").is_file():
+            return f"{self.runner} has no run_peer.py; name the folder of the peers' runner with --tools or QFORGE_PEERS"
+        if not self.interpreter(tool).exists():
+            return f"{self.interpreter(tool)} does not exist; make it with {self.runner / 'make_env.sh'} {tool} {self.environments / tool}"
+        return None
+
+
+def key(job: Run, model_sha256: str, tokens: Tokens) -> dict[str, Any]:
+    """What decides a peer's result."""
+    return {"tool": job.tool, "method": job.method, "bits": job.bits, "group": job.group, "model": model_sha256, "calibration": tokens.calibration.sha256}
+
+
+def finished(folder: Path, wanted: dict[str, Any]) -> bool:
+    """Whether `folder` holds the result of exactly this run."""
+    path = folder / "key.json"
+    return path.is_file() and (folder / "weights.safetensors").is_file() and json.loads(path.read_text()) == wanted
+
+
+def run(job: Run, model: Path, tokens: Tokens, folder: Path, tools: Tools, wanted: dict[str, Any]) -> None:
+    """Run a peer on the same ids; leaves weights.safetensors, meter.json and key.json in `folder`.
+
+    Raises:
+        RuntimeError: the environment is missing, or the peer failed.
+    """
+    reason = tools.lacks(job.tool)
+    if reason is not None:
+        raise RuntimeError(reason)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "key.json").unlink(missing_ok=True)
+    python = str(tools.interpreter(job.tool))
+    script = [str(tools.runner / "run_peer.py")] if job.bits == RUNNER_BITS else [str(LOW_BITS), "--tools", str(tools.runner), "--bits", str(job.bits)]
+    inputs = ["--model", str(model.resolve()), "--calibration", str(tokens.ids_file.resolve()), "--group", str(job.group), "--out", str(folder.resolve())]
+    cores = str(len(os.sched_getaffinity(0)))
+    environment = {"OMP_NUM_THREADS": cores, "GPTQMODEL_CPU_WORKERS": cores} | dict(os.environ)
+    start = time.perf_counter()
+    with open(folder / "log.txt", "w") as log:
+        code = subprocess.run([python, *script, job.tool, job.method, *inputs], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder).returncode
+    if code != 0:
+        raise RuntimeError(f"{job.name} ended with {code}; see {folder / 'log.txt'}")
+    meter = json.loads((folder / "meter.json").read_text())
+    versions = json.loads(subprocess.run([python, "-c", ASK_VERSIONS], capture_output=True, text=True, check=True).stdout)
+    meter |= {"process_s": round(time.perf_counter() - start, 2), "bits_per_weight": job.stored_bits, "versions": versions}
+    (folder / "meter.json").write_text(json.dumps(meter, indent=1))
+    (folder / "key.json").write_text(json.dumps(wanted, indent=1))

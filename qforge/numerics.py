@@ -7,13 +7,14 @@ Rounding is to nearest, ties to even (`torch.round`), on the exactly stored scal
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import torch
 
 from qforge.errors import NumericalError, UnsupportedError
 from qforge.qlinear import QuantizedLinear, code_dtype
-from qforge.scheme import Number, Per, ScaleType, Scheme, Symmetry
+from qforge.scheme import Granularity, Number, Per, ScaleType, Scheme, Symmetry
 
 _FLOAT_TYPES = {Number.FP8_E4M3: torch.float8_e4m3fn, Number.FP8_E5M2: torch.float8_e5m2}
 _CODE_BOOKS: dict[Number, tuple[float, ...]] = {
@@ -26,34 +27,58 @@ _CODE_BOOKS: dict[Number, tuple[float, ...]] = {
     Number.FP4_E2M1: (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
 }  # fmt: skip
 SMALLEST_SCALE = 2.0**-24  # the smallest positive fp16; all-zero groups get scale 1 instead
+_SCALE_DTYPES = {ScaleType.F16: torch.float16, ScaleType.BF16: torch.bfloat16, ScaleType.F32: torch.float32, ScaleType.E4M3: torch.float8_e4m3fn}
+_SMALLEST_POSITIVE = {ScaleType.F32: 2.0**-149, ScaleType.E4M3: 2.0**-9}
+
+
+def undefined(scheme: Scheme) -> str | None:
+    """None, or why there is no arithmetic for a scheme: its scales' second level, or how its activations are rounded."""
+    upper, first, a = scheme.scale.super_granularity, scheme.scale.type, scheme.activations
+    second = None if upper is None else (first, upper.per)
+    if second not in (None, (ScaleType.E4M3, Per.TENSOR), (ScaleType.U8, Per.GROUP), (ScaleType.U6, Per.GROUP)) or (second is None and first in (ScaleType.U6, ScaleType.U8)):
+        return f"scales of type {scheme.scale} are not defined; two-level scales are @e4m3/tensor:f32 (NVFP4), @u8/g256:f32 (double quantization) and @u6/g256:f16"
+    if upper is not None and scheme.granularity.per is not Per.GROUP:
+        return "two-level scales need weights in groups"
+    if upper is not None and (scheme.scale.super_type is ScaleType.F32) != (first is not ScaleType.U6):
+        return f"a second level over {first} scales is {'f16' if first is ScaleType.U6 else 'f32'}, not {scheme.scale.super_type}"
+    if first is ScaleType.U8 and not scheme.symmetric:
+        return "double quantization (@u8) is for symmetric schemes"
+    if first is ScaleType.U6 and upper is not None and upper.columns % scheme.granularity.columns:
+        return f"second-level scales of {upper.columns} inputs do not hold whole groups of {scheme.granularity.columns}"
+    if a is None:
+        return None
+    if a.number not in (Number.INT8, Number.FP8_E4M3):
+        return f"activations are rounded to int8 or fp8-e4m3, not {a.number}"
+    if a.static and a.granularity.per is not Per.TENSOR:
+        return "a static activation scale is one for the tensor (-tensor-static)"
+    if a.granularity.per is Per.TENSOR and not a.static:
+        return "a dynamic activation scale per tensor depends on the whole batch; use -token, or -tensor-static"
+    return None
 
 
 def round_scale(scale: torch.Tensor, scale_type: ScaleType) -> torch.Tensor:
     """Round positive fp32 scales to values that are exact in `scale_type`; a result of zero becomes the smallest positive value.
 
+    E8M0 takes the power of two that is not below the scale, so that nothing is clipped.
+
     Raises:
         NumericalError: a scale is not finite in the type in which it will be stored.
     """
+    if scale_type is ScaleType.E8M0:
+        mantissa, exponent = torch.frexp(scale.float())
+        return torch.ldexp(torch.ones_like(mantissa), (exponent - (mantissa == 0.5).int()).clamp(-127, 127))
     if scale_type is ScaleType.F16BF16:
         # bf16 keeps 8 significant bits; below fp16's normal range fp16 keeps fewer, so this order is exact in both.
         rounded = scale.to(torch.bfloat16).to(torch.float16).float()
-    elif scale_type is ScaleType.F16:
-        rounded = scale.to(torch.float16).float()
-    elif scale_type is ScaleType.BF16:
-        rounded = scale.to(torch.bfloat16).float()
-    elif scale_type is ScaleType.F32:
-        return scale.float()
-    elif scale_type is ScaleType.E8M0:
-        return torch.exp2(torch.ceil(torch.log2(scale)).clamp(-127, 127))
-    elif scale_type is ScaleType.E4M3:
-        rounded = scale.to(torch.float8_e4m3fn).float()
+    elif scale_type in _SCALE_DTYPES:
+        rounded = scale.to(_SCALE_DTYPES[scale_type]).float()
     else:
-        raise UnsupportedError(f"scales of type {scale_type} are not available yet")
+        raise UnsupportedError(f"scales of type {scale_type} need a second level")
     if not torch.isfinite(rounded).all():
         raise NumericalError(
             f"a scale of {scale[~torch.isfinite(rounded)][0].item():.3g} does not fit into {scale_type}; quantize this layer per smaller group, or use @f32 scales"
         )
-    return torch.where(rounded == 0, torch.full_like(rounded, SMALLEST_SCALE if scale_type is not ScaleType.E4M3 else 2.0**-9), rounded)
+    return torch.where(rounded == 0, torch.full_like(rounded, _SMALLEST_POSITIVE.get(scale_type, SMALLEST_SCALE)), rounded)
 
 
 def groups(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
@@ -89,18 +114,111 @@ def largest(scheme: Scheme) -> float:
 
 
 def minmax_parameters(weight: torch.Tensor, scheme: Scheme, shrink: torch.Tensor | float = 1.0) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales `[R, C]` fp32 and zeros (see `QuantizedLinear`) from the range of each group, the range first multiplied by `shrink` (broadcast to `[R, C]`)."""
+    """Scales `[R, C]` fp32 and zeros (see `QuantizedLinear`) from the range of each group, the range first multiplied by `shrink` (broadcast to `[R, C]`).
+
+    Scales of two-level schemes are effective ones, on the grid of `super_scales(weight, scheme)`, whatever `shrink` is.
+    """
+    scale, low = _ranges(weight, scheme, shrink)
+    upper = super_scales(weight, scheme)
+    if low is None:
+        return _stored(scale, scheme, upper), None
+    if scheme.symmetry is Symmetry.OFFSET:
+        of_scales, of_minima = (None, None) if upper is None else (upper[0], upper[1])
+        return _stored(scale, scheme, of_scales), -_stored(-low, scheme, of_minima, least=0) * (low != 0)
+    scale = _stored(scale, scheme, upper)
+    return scale, (-low / scale).round().clamp(0, (1 << scheme.bits) - 1).to(torch.uint8)
+
+
+def _ranges(weight: torch.Tensor, scheme: Scheme, shrink: torch.Tensor | float = 1.0) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Unrounded scales `[R, C]`, and the lowest values (at most 0) where the scheme is not symmetric."""
     grouped = groups(weight.float(), scheme)
     if scheme.symmetric:
-        scale = grouped.abs().amax(-1) * shrink / largest(scheme)
-        return round_scale(torch.where(scale == 0, torch.ones_like(scale), scale), scheme.scale.type), None
+        return grouped.abs().amax(-1) * shrink / largest(scheme), None
     low, high = (grouped.amin(-1) * shrink).clamp(max=0), (grouped.amax(-1) * shrink).clamp(min=0)
-    steps = float((1 << scheme.bits) - 1)
-    scale = (high - low) / steps
-    scale = round_scale(torch.where(scale == 0, torch.ones_like(scale), scale), scheme.scale.type)
-    if scheme.symmetry is Symmetry.OFFSET:
-        return scale, -round_scale(torch.where(low == 0, torch.ones_like(low), -low), scheme.scale.type) * (low != 0)
-    return scale, (-low / scale).round().clamp(0, steps).to(torch.uint8)
+    return (high - low) / float((1 << scheme.bits) - 1), low
+
+
+def _stored(scale: torch.Tensor, scheme: Scheme, upper: torch.Tensor | None, least: int = 1) -> torch.Tensor:
+    """Scales (not negative) as they will be stored; an all-zero group's becomes 1, or the smallest one that its second level has."""
+    if upper is None:
+        stored = round_scale(torch.where(scale == 0, torch.ones_like(scale), scale), scheme.scale.type)
+    else:
+        stored = scales_from_codes(scale_codes(scale, upper, scheme, least), upper, scheme)
+    if not torch.isfinite(stored * largest(scheme)).all():
+        raise NumericalError(f"weights this large have no scale in {scheme.scale} whose largest code is finite in fp32")
+    return stored
+
+
+def super_scales(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
+    """The second-level scales (fp32) of a weight `[O, I]`, from the full range of its groups; None for one-level schemes.
+
+    `@e4m3/tensor:f32` (NVFP4) `[1]`: the smallest power of two with which the largest scale is at most 448. To multiply and to divide by it is exact, so that formats that
+        keep its reciprocal hold the same numbers, and products of codes and both scales are exact in bf16.
+    `@u8/gN:f32` `[B + 1]`: double quantization (QLoRA, arXiv 2305.14314, section 3) as bitsandbytes does it. The mean of all scales is subtracted, and stands last; before it
+        the largest magnitude that is left in each N scales, rows following each other.
+    `@u6/gN:f16` `[R, C2]`: a 63rd of the largest scale of N inputs; with offsets `[2, R, C2]`, those of the minima second.
+
+    Raises:
+        NumericalError: one of them is not finite.
+    """
+    first, g = scheme.scale.type, scheme.scale.super_granularity
+    if g is None:
+        return None
+    scale, low = _ranges(weight, scheme)
+    if first is ScaleType.E4M3:
+        return round_scale(scale.amax().reshape(1) / 448, ScaleType.E8M0)
+    if first is ScaleType.U8:
+        mean = scale.mean()
+        if not torch.isfinite(mean):
+            raise NumericalError("the mean of the scales is beyond fp32; these weights are too large for double quantization")
+        rest = (scale - mean).flatten()
+        of_blocks = torch.nn.functional.pad(rest, (0, -len(rest) % g.columns)).view(-1, g.columns).abs().amax(-1)
+        return torch.cat((of_blocks, torch.where(mean == 0, torch.ones_like(mean), mean).reshape(1)))
+    parts = scale if low is None or scheme.symmetry is Symmetry.ASYM else torch.stack((scale, -low))
+    return round_scale(parts.unflatten(-1, (-1, g.columns // scheme.granularity.columns)).amax(-1) / 63, ScaleType.F16)
+
+
+def scale_codes(scale: torch.Tensor, upper: torch.Tensor, scheme: Scheme, least: int = 1) -> torch.Tensor:
+    """Nearest first-level codes `[R, C]` of scales `[R, C]`: float8_e4m3fn for `@e4m3`, else uint8. They stand for positive scales (with `least` 0 also for 0)."""
+    spread = _spread(upper, scheme, scale.shape)
+    if scheme.scale.type is ScaleType.E4M3:
+        return round_scale(scale / spread, ScaleType.E4M3).to(torch.float8_e4m3fn)
+    if scheme.scale.type is ScaleType.U6:
+        return (scale / spread).round().clamp(least, 63).to(torch.uint8)
+    book = dynamic_code()
+    scaled = ((scale - upper[-1]) * (1 / spread.clamp(min=1e-38))).clamp(-1, 1)  # bitsandbytes multiplies by the reciprocal
+    codes = torch.bucketize(scaled, (book[:-1] + book[1:]) / 2)
+    while (lost := scales_from_codes(codes, upper, scheme) <= 0).any():
+        codes += lost
+    return codes.to(torch.uint8)
+
+
+def scales_from_codes(codes: torch.Tensor, upper: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """The effective scales `[R, C]` fp32 that first-level codes stand for."""
+    spread = _spread(upper, scheme, codes.shape)
+    return dynamic_code()[codes.long()] * spread + upper[-1] if scheme.scale.type is ScaleType.U8 else codes.float() * spread
+
+
+def _spread(upper: torch.Tensor, scheme: Scheme, shape: torch.Size) -> torch.Tensor:
+    """Second-level scales over the `[R, C]` scales that they belong to."""
+    g = scheme.scale.super_granularity
+    assert g is not None
+    if g.per is Per.TENSOR:
+        return upper
+    if scheme.scale.type is ScaleType.U8:
+        return upper[:-1].repeat_interleave(g.columns)[: shape.numel()].view(shape)
+    return upper.repeat_interleave(shape[1] // upper.shape[1], 1)
+
+
+@functools.cache
+def dynamic_code() -> torch.Tensor:
+    """The 256 values (fp32, rising) of bitsandbytes' signed dynamic 8-bit type (arXiv 2110.02861, section 2.1): in seven decades 1, 2, .. 64 evenly spaced values, 0 and 1."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, (1 << decade) + 1)
+        middles = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
+        values += [*middles.tolist(), *(-middles).tolist()]
+    return torch.tensor(sorted(values))
 
 
 def encode(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:
@@ -121,10 +239,12 @@ def encode(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None,
 
 def _nearest_in_book(x: torch.Tensor, number: Number) -> torch.Tensor:
     book = _CODE_BOOKS[number]
-    values = sorted(set(book))  # 0.0 == -0.0: the positive zero is met first in every book
-    codes = torch.tensor([book.index(v) for v in values], dtype=torch.uint8)
-    middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(values)])
-    return codes[torch.bucketize(x.contiguous(), middles)]
+    if number is Number.FP4_E2M1:  # a tie goes to the even code, and -0.0 keeps its sign, as in the other float types
+        magnitudes = torch.tensor(book[:8])
+        middles = (magnitudes[:-1] + magnitudes[1:]) / 2
+        middles[1::2] = torch.nextafter(middles[1::2], torch.zeros(3))
+        return (torch.bucketize(x.abs().contiguous(), middles) + 8 * torch.signbit(x)).to(torch.uint8)
+    return torch.bucketize(x.contiguous(), torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(book)])).to(torch.uint8)
 
 
 def decode(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:
@@ -139,13 +259,20 @@ def decode(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, 
 
 
 def quantize(
-    weight: torch.Tensor, scheme: Scheme, scales: torch.Tensor, zeros: torch.Tensor | None = None, *, group_index: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    weight: torch.Tensor,
+    scheme: Scheme,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None = None,
+    *,
+    upper: torch.Tensor | None = None,
+    group_index: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> QuantizedLinear:
-    """Round a weight `[O, I]` to the nearest representable values, given final scales and zeros `[R, C]`."""
+    """Round a weight `[O, I]` to the nearest representable values, given final scales and zeros `[R, C]`, and the `upper` scales that two-level ones were made with."""
     out_features, in_features = weight.shape
     scale = expand(scales, scheme, out_features, in_features, group_index)
     zero = None if zeros is None else expand(zeros, scheme, out_features, in_features, group_index)
-    return QuantizedLinear(scheme, encode(weight.float(), scale, zero, scheme), scales, zeros, group_index, bias=bias)
+    return QuantizedLinear(scheme, encode(weight.float(), scale, zero, scheme), scales, zeros, group_index, upper, bias=bias)
 
 
 def dequantize(q: QuantizedLinear) -> torch.Tensor:
@@ -161,26 +288,28 @@ def dequantize(q: QuantizedLinear) -> torch.Tensor:
     return decode(q.codes, scale, zero, q.scheme)
 
 
+def activation_scale(amount: torch.Tensor, number: Number) -> torch.Tensor:
+    """The fp32 scale that maps magnitudes up to `amount` onto a number type: half of its steps for integers (127.5 for int8), as compressed-tensors has it; 1 for 0."""
+    scale = amount / largest(Scheme(number, Granularity(Per.TENSOR)))
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
 def quantize_activations(x: torch.Tensor, scheme: Scheme, static_scale: torch.Tensor | None = None) -> torch.Tensor:
     """Round activations `[..., I]` as the scheme says and return them dequantized (fp32); unchanged when the scheme leaves them alone."""
     a = scheme.activations
     if a is None:
         return x
-    kind = Scheme(a.number, a.granularity, scale=type(scheme.scale)(ScaleType.F32))
     x = x.float()
     if a.static:
         if static_scale is None:
             raise UnsupportedError("a static activation scheme needs a calibrated input scale")
         scale = static_scale
+    elif a.granularity.per is Per.GROUP:
+        size = a.granularity.columns
+        scale = activation_scale(x.abs().unflatten(-1, (-1, size)).amax(-1), a.number).repeat_interleave(size, -1)
     else:
-        amount = x.abs().amax(-1, keepdim=True)
-        if a.granularity.per is Per.GROUP:
-            size = a.granularity.columns
-            amount = x.abs().reshape(*x.shape[:-1], -1, size).amax(-1).repeat_interleave(size, -1)
-        if a.granularity.per is Per.TENSOR:
-            amount = x.abs().amax()
-        scale = amount / (largest(kind) if not a.number.is_int else 2.0 ** (a.number.bits - 1) - 1)
-        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        scale = activation_scale(x.abs().amax() if a.granularity.per is Per.TENSOR else x.abs().amax(-1, keepdim=True), a.number)
+    kind = Scheme(a.number, a.granularity)
     return decode(encode(x, scale, None, kind), scale, None, kind)
 
 

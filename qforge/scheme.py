@@ -8,6 +8,7 @@ A scheme has a text form, `parse(str(scheme)) == scheme`:
     granularity = "tensor" | "channel" | "g" N | "block" N [ "x" M ]        (one scale for: all, an output row, N inputs, an N x M tile)
     symmetry    = "sym" | "asym" | "offset"                                 (integers only: none, integer zero point, real minimum)
     scale       = type [ "/" granularity ":" type ]                         (type of a scale; of the second level, if scales are themselves scaled)
+                  a second level of "g" N spans N inputs of a row; over u8 scales, which bitsandbytes keeps in one list, it spans N scales, past row ends
     activations = number "-" ( "tensor" | "token" | "g" N ) [ "-static" ]   (dynamic unless static)
 
 Examples: `int4-g64-sym`, `int4-g128-asym`, `int8-channel-sym+int8-token`, `fp8-e4m3-block128`, `nf4-g64@u8/g256:f32`,
@@ -187,10 +188,18 @@ class Scheme:
             bits += rows * columns * self.bits
         elif self.symmetry is Symmetry.OFFSET:
             bits += rows * columns * self.scale.type.bits
-        if self.scale.super_granularity is not None and self.scale.super_type is not None:
-            upper = 1 if self.scale.super_granularity.per is Per.TENSOR else rows * -(-in_features // self.scale.super_granularity.columns)
-            bits += upper * self.scale.super_type.bits * (2 if self.symmetry is Symmetry.OFFSET else 1)
+        if self.scale.super_type is not None:
+            bits += self._super_scales(rows, columns, in_features) * self.scale.super_type.bits * (2 if self.symmetry is Symmetry.OFFSET else 1)
         return bits
+
+    def _super_scales(self, rows: int, columns: int, in_features: int) -> int:
+        g = self.scale.super_granularity
+        assert g is not None
+        if g.per is not Per.GROUP:
+            return 1 if g.per is Per.TENSOR else rows
+        if self.scale.type is ScaleType.U8:
+            return -(-rows * columns // g.columns) + 1  # and the mean that was subtracted
+        return rows * -(-in_features // g.columns)
 
     def with_group_size(self, group_size: int) -> Scheme:
         """The same scheme with another group size."""
@@ -202,6 +211,11 @@ class Scheme:
         if g.per is Per.GROUP and in_features % g.columns:
             fitting = [n for n in (16, 32, 48, 64, 96, 128, 192, 256) if in_features % n == 0] or [n for n in range(8, 257) if in_features % n == 0]
             return f"group size {g.columns} does not divide its input width {in_features} (these do: {', '.join(map(str, fitting)) or 'none up to 256'}; or per channel)"
+        upper, inputs = self.scale.super_granularity, self.activations
+        if upper is not None and upper.per is Per.GROUP and self.scale.type is not ScaleType.U8 and in_features % upper.columns:
+            return f"second-level scales of {upper.columns} inputs do not divide its input width {in_features}"
+        if inputs is not None and inputs.granularity.per is Per.GROUP and in_features % inputs.granularity.columns:
+            return f"activations in groups of {inputs.granularity.columns} do not divide its input width {in_features} (write +{inputs.number}-token)"
         return None
 
 

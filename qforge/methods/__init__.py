@@ -9,7 +9,7 @@ from qforge.methods.rtn import RTN
 
 __all__ = ["Options", "Quantizer", "Stats", "available", "find"]
 
-_QUANTIZERS: dict[str, Quantizer] = {q.name: q for q in (RTN(), GPTQ())}
+_QUANTIZERS: dict[str, Quantizer] = {q.name: q for q in (RTN(), GPTQ(), RTN("fp8"), RTN("nf4"))}
 
 
 def available() -> list[str]:

@@ -42,12 +42,8 @@ class GPTQ:
     needs: frozenset[str] = frozenset({"hessian"})
 
     def supports(self, scheme: Scheme) -> str | None:
-        """Weight-only integers and FP8 with one-level scales."""
-        if scheme.scale.super_granularity is not None:
-            return f"{scheme}: two-level scales are not available yet"
-        if scheme.activations is not None:
-            return f"{scheme}: quantized activations are not available yet"
-        return None
+        """Every scheme that there is arithmetic for; the error feedback is on weights, whatever happens to activations."""
+        return numerics.undefined(scheme)
 
     def quantize(self, weight: torch.Tensor, scheme: Scheme, stats: Stats | None, options: Options) -> tuple[QuantizedLinear, str | None]:
         """See `Quantizer.quantize`; `stats.hessian` is `[I, I]`.

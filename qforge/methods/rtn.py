@@ -12,21 +12,23 @@ from qforge.scheme import Scheme
 
 
 class RTN:
-    """Round to nearest on range scales. Plain on purpose: it is the yardstick; `options` do not change it."""
+    """Round to nearest on range scales, for every scheme. Plain on purpose: it is the yardstick; `options` do not change it.
 
-    name = "rtn"
+    Args:
+        name: `rtn`, or the name by which recipes ask for a number type that brings its own scheme (`fp8`, `nf4`).
+    """
+
     needs: frozenset[str] = frozenset()
 
+    def __init__(self, name: str = "rtn") -> None:
+        self.name = name
+
     def supports(self, scheme: Scheme) -> str | None:
-        """Integers and FP8 with one-level scales."""
-        if scheme.scale.super_granularity is not None:
-            return f"{scheme}: two-level scales are not available yet"
-        if scheme.activations is not None:
-            return f"{scheme}: quantized activations are not available yet"
-        return None
+        """Every scheme that there is arithmetic for."""
+        return numerics.undefined(scheme)
 
     def quantize(self, weight: torch.Tensor, scheme: Scheme, stats: Stats | None, options: Options) -> tuple[QuantizedLinear, str | None]:
         """See `Quantizer.quantize`."""
         check_finite(weight)
         s, z = scales.choose(weight, scheme, None, search=False)
-        return numerics.quantize(weight, scheme, s, z), None
+        return numerics.quantize(weight, scheme, s, z, upper=numerics.super_scales(weight, scheme)), None

@@ -42,7 +42,7 @@ def main() -> int:
     merged = merge(args.model, args.adapter, args.out / "merged")
     model = open_model(str(merged))
     tokens = gather(model, args.out, args.calibration, args.samples, args.length, args.text, args.window, args.windows)
-    tools = others.Tools(args.tools, args.envs)
+    tools = others.Tools(args.tools.absolute(), args.envs.absolute())
     failures = [failure for job in jobs if (failure := execute(job, merged, model.fingerprint(), tokens, tools, args.out, args.reuse))]
     judge = Judge(model, tokens.windows)
     rows = [row(job, args.out / job.folder, judge) for job in jobs if (args.out / job.folder / "meter.json").is_file()]

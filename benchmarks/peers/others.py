@@ -1,4 +1,4 @@
-"""A run of a peer: the shared runner (4 bits) or ours (other widths) under the interpreter of the peer's own environment; finished results are found again."""
+"""A run of a peer: the shared runner, or our adapter where that one lacks something, under the interpreter of the peer's own environment; finished results are found again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from peers.runs import Run
 from peers.texts import Tokens
 
 RUNNER_BITS = 4
-LOW_BITS = Path(__file__).with_name("low_bits.py")
+ADAPTER = Path(__file__).with_name("adapter.py")
 PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors", "gptqmodel", "auto-round", "hqq", "bitsandbytes")
 ASK_VERSIONS = f"""
 import importlib.metadata as m, json
@@ -28,7 +28,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class Tools:
-    """Where the peers are: `runner` is the folder with run_peer.py, `environments` holds one virtual environment for each tool."""
+    """Where the peers are, as absolute paths: `runner` is the folder with run_peer.py, `environments` holds one virtual environment for each tool."""
 
     runner: Path
     environments: Path
@@ -69,7 +69,8 @@ def run(job: Run, model: Path, tokens: Tokens, folder: Path, tools: Tools, wante
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "key.json").unlink(missing_ok=True)
     python = str(tools.interpreter(job.tool))
-    script = [str(tools.runner / "run_peer.py")] if job.bits == RUNNER_BITS else [str(LOW_BITS), "--tools", str(tools.runner), "--bits", str(job.bits)]
+    shared = job.bits == RUNNER_BITS and job.method != "nf4"
+    script = [str(tools.runner / "run_peer.py")] if shared else [str(ADAPTER), "--tools", str(tools.runner), "--bits", str(job.bits)]
     inputs = ["--model", str(model.resolve()), "--calibration", str(tokens.ids_file.resolve()), "--group", str(job.group), "--out", str(folder.resolve())]
     cores = str(len(os.sched_getaffinity(0)))
     environment = {"OMP_NUM_THREADS": cores, "GPTQMODEL_CPU_WORKERS": cores} | dict(os.environ)

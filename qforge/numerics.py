@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 
 import torch
 
@@ -311,6 +312,13 @@ def quantize_activations(x: torch.Tensor, scheme: Scheme, static_scale: torch.Te
         scale = activation_scale(x.abs().amax() if a.granularity.per is Per.TENSOR else x.abs().amax(-1, keepdim=True), a.number)
     kind = Scheme(a.number, a.granularity)
     return decode(encode(x, scale, None, kind), scale, None, kind)
+
+
+def input_rounding(scheme: Scheme | None, static_scale: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What a linear of this scheme does to its input before it multiplies; None for one that leaves it alone."""
+    if scheme is None or scheme.activations is None:
+        return None
+    return functools.partial(quantize_activations, scheme=scheme, static_scale=static_scale)
 
 
 def linear(x: torch.Tensor, q: QuantizedLinear) -> torch.Tensor:

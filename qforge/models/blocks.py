@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from qforge import numerics
 from qforge.errors import UnsupportedError
 from qforge.models.model import Model
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Call:
 
 
 class BlockModel:
-    """Decoder blocks of one model, to be run one after the other.
+    """Decoder blocks of one model, to be run one after the other. Where the model's own schemes say that a linear rounds its input, it does.
 
     Attributes:
         num_blocks: decoder blocks.
@@ -40,6 +43,7 @@ class BlockModel:
     """
 
     def __init__(self, model: Model) -> None:
+        self._model = model
         self._weights = model.weights
         self._module = _skeleton(model)
         prefix, self._blocks = _find_blocks(self._module, model.config.num_hidden_layers)
@@ -78,8 +82,14 @@ class BlockModel:
         return inputs[0].clone()
 
     @contextlib.contextmanager
-    def block(self, index: int, replace: Callable[[str], torch.Tensor | None] = lambda name: None) -> Iterator[nn.Module]:
-        """Materialise one block in fp32; `replace(tensor name)` may give another value than the model's own. Released on leaving."""
+    def block(self, index: int, replace: Callable[[str], torch.Tensor | None] = lambda name: None, rounding: Callable[[str], Rounding | None] | None = None) -> Iterator[nn.Module]:
+        """Materialise one block in fp32. Released on leaving.
+
+        Args:
+            index: which one.
+            replace: may give another value than the model's own, by tensor name.
+            rounding: what the linear of a module name does to its input (`numerics.input_rounding`), instead of what the model's own schemes say.
+        """
         module = self._blocks[index]
         base = self.block_names[index]
         wanted = [*module.named_parameters(), *_persistent_buffers(module)]
@@ -90,9 +100,15 @@ class BlockModel:
             state[name] = (self._weights.read(full) if value is None else value).float()
         module.load_state_dict(state, strict=True, assign=True)
         try:
-            yield module
+            with _rounded_inputs(self.linears(index), rounding or self._own_rounding):
+                yield module
         finally:
             _release(module)
+
+    def _own_rounding(self, name: str) -> Rounding | None:
+        scheme = self._model.schemes.get(name)
+        static = scheme is not None and scheme.activations is not None and scheme.activations.static
+        return numerics.input_rounding(scheme, self._model.linear(name).input_scale if static else None)
 
     @torch.no_grad()
     def run(self, index: int, module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -112,7 +128,8 @@ class BlockModel:
                 out: torch.Tensor = self._module(inputs_embeds=hidden[None], use_cache=False).logits[0]
             return out.float()
 
-        with self._outer(self._module, replace):
+        head = {} if self.head_name is None else {self.head_name: self._module.get_output_embeddings()}
+        with self._outer(self._module, replace), _rounded_inputs(head, self._own_rounding):
             yield logits
 
     @torch.no_grad()
@@ -202,6 +219,22 @@ def _find_blocks(module: nn.Module, count: int) -> tuple[str, list[Any]]:
                     raise UnsupportedError(f"{name}.*.{stacked} is a stack of experts; mixture-of-experts models are not available yet")
             return name, list(child)
     raise UnsupportedError(f"{type(module).__name__} has no list of {count} decoder blocks with linear layers; qforge quantizes decoder-only language models")
+
+
+@contextlib.contextmanager
+def _rounded_inputs(linears: Mapping[str, nn.Module], rounding: Callable[[str], Rounding | None]) -> Iterator[None]:
+    """While open, linears round what they are given."""
+    roundings = {name: rounding(name) for name in linears}
+    hooks = [linears[name].register_forward_pre_hook(_hook(found)) for name, found in roundings.items() if found is not None]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _hook(rounding: Rounding) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
+    return lambda module, args: (rounding(args[0]), *args[1:])
 
 
 def _persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

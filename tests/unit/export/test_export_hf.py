@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -11,6 +12,7 @@ from quantized_models import rtn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qforge import numerics
+from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import UnsupportedError
 from qforge.export.hf import write_artifact
 from qforge.files import sha256_tree
@@ -58,6 +60,26 @@ def test_transformers_loads_the_artifact_bit_for_bit(tmp_path, case, dtype):
         if name.removesuffix(".weight") not in schemes:
             assert torch.equal(state[name], source.weights.read(name).float()), name
     AutoTokenizer.from_pretrained(tmp_path / "model")
+
+
+ROUNDED = ["int8-channel-sym+int8-token", "int8-channel-sym+int8-tensor-static", "int8-channel-asym+int8-token", "int4-g32-sym+int8-token", "fp8-e4m3-channel+fp8-e4m3-token",
+           "fp8-e4m3-tensor+fp8-e4m3-tensor-static", "fp8-e4m3-block32+fp8-e4m3-g32", "fp8-e4m3-block32x64+fp8-e4m3-token"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ROUNDED)
+def test_transformers_rounds_activations_to_our_bits(tmp_path, text):
+    source = open_model(str(tiny.make(tmp_path / "source", layers=2)))
+    schemes, linear = rtn(source, text, overrides={"down_proj": "int4-g32-sym"})
+    static = torch.tensor(0.03125) if text.endswith("static") else None
+    write_artifact(tmp_path / "model", source, schemes, lambda n: replace(linear(n), input_scale=static if schemes[n].activations else None), {})
+    window = torch.randint(3, 300, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+    with torch.no_grad():
+        theirs = in_transformers(tmp_path / "model")(input_ids=torch.tensor([window])).logits[0, :-1]
+    artifact = open_model(str(tmp_path / "model"))
+    ours = torch.cat(list(TransformersEngine(artifact).score([window])))
+    assert torch.equal(ours, theirs)
+    unrounded = torch.cat(list(TransformersEngine(replace(artifact, schemes={})).score([window])))
+    assert (ours - unrounded).abs().max() > 0.05
 
 
 @pytest.mark.parametrize("case", CASES)

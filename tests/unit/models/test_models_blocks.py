@@ -1,0 +1,50 @@
+"""Blocks round the inputs of linears whose scheme says so: by the model's own schemes, or by what the caller says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from qforge import numerics
+from qforge.models.blocks import BlockModel
+from qforge.models.model import open_model
+from qforge.scheme import parse
+
+SCHEME = parse("fp8-e4m3-tensor+fp8-e4m3-tensor-static")
+SCALE = torch.tensor(0.25)
+NAMES = ("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.up_proj")
+
+
+@pytest.fixture
+def blocks(tmp_path: Path) -> BlockModel:
+    return BlockModel(open_model(str(tiny.make(tmp_path / "model", layers=1))))
+
+
+def test_inputs_are_rounded_before_the_product_while_the_block_is_open(blocks: BlockModel) -> None:
+    hidden = blocks.embed([torch.arange(3, 40)[None]])
+    seen: dict[str, torch.Tensor] = {}
+    with blocks.block(0, rounding=lambda name: numerics.input_rounding(SCHEME, SCALE) if name in NAMES else None) as module:
+        linears = blocks.linears(0)
+        hooks = [linears[n].register_forward_pre_hook(lambda m, args, n=n: seen.update({n: args[0]})) for n in linears]
+        rounded = blocks.run(0, module, hidden[0])
+        for hook in hooks:
+            hook.remove()
+    for name, x in seen.items():
+        assert torch.equal((x / SCALE).to(torch.float8_e4m3fn).float() * SCALE, x) == (name in NAMES), name
+    with blocks.block(0) as module:
+        plain = blocks.run(0, module, hidden[0])
+        assert not module._forward_pre_hooks
+    assert not torch.equal(rounded, plain)
+    with blocks.block(0, rounding=lambda name: None) as module:
+        assert torch.equal(blocks.run(0, module, hidden[0]), plain)
+
+
+def test_only_schemes_with_activations_round(blocks: BlockModel) -> None:
+    assert numerics.input_rounding(None) is None
+    assert numerics.input_rounding(parse("int8-channel-sym")) is None
+    round_static = numerics.input_rounding(SCHEME, torch.tensor(0.5))
+    assert round_static is not None
+    assert round_static(torch.tensor([0.55, 300.0])).tolist() == [0.5625, 224.0]

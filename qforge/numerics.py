@@ -222,6 +222,11 @@ def dynamic_code() -> torch.Tensor:
     return torch.tensor(sorted(values))
 
 
+def code_book(number: Number) -> torch.Tensor:
+    """`[16]` fp32: what the codes of a 4-bit number type without a uniform grid stand for."""
+    return torch.tensor(_CODE_BOOKS[number])
+
+
 def encode(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:
     """Nearest codes for `weight` given *broadcastable* scales and zeros, in the dtype of `QuantizedLinear.codes`."""
     if scheme.number in _FLOAT_TYPES:
@@ -253,7 +258,7 @@ def decode(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, 
     if scheme.number in _FLOAT_TYPES:
         return codes.view(_FLOAT_TYPES[scheme.number]).float() * scale
     if scheme.number in _CODE_BOOKS:
-        return torch.tensor(_CODE_BOOKS[scheme.number])[codes.long()] * scale
+        return code_book(scheme.number)[codes.long()] * scale
     if scheme.symmetry is Symmetry.OFFSET and zero is not None:
         return codes.float() * scale + zero
     return (codes.float() - zero.float() if zero is not None else codes.float()) * scale

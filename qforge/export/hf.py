@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from qforge.errors import NumericalError, UnsupportedError
 from qforge.export.writer import SHARD_BYTES, Piece, write_safetensors
 from qforge.files import atomic_folder, write_text
-from qforge.layouts import compressed_tensors
+from qforge.layouts import checkpoint
 from qforge.models import assets as asset_files
 from qforge.models import skeleton
 from qforge.models.model import Model
@@ -49,14 +49,13 @@ def write_artifact(
         UnsupportedError: the layout cannot hold a scheme.
         OutputError: the folder cannot be written.
     """
-    for name, scheme in schemes.items():
-        reason = compressed_tensors.CompressedTensors().supports(scheme)
-        if reason:
-            raise UnsupportedError(f"{name}: {reason}")
+    reason = checkpoint.problem(schemes.values(), model.dtype)
+    if reason is not None:
+        raise UnsupportedError(reason)
     untie = HEAD in schemes and bool(model.config.tie_word_embeddings)
     config = config_json(model.config, model.dtype, tied=False if untie else None)
     if schemes:
-        config["quantization_config"] = compressed_tensors.quantization_config(schemes, unquantized_linears(model, schemes))
+        config["quantization_config"] = checkpoint.quantization_config(schemes, unquantized_linears(model, schemes), model.dtype)
     with atomic_folder(folder) as temporary:
         write_safetensors(temporary, checkpoint_pieces(model, schemes, lambda n: _packed(model, schemes, linear, n)), shard_bytes=shard_bytes)
         write_json(temporary / "config.json", config)
@@ -121,7 +120,7 @@ def _plain(model: Model, name: str) -> Piece:
 
 def _packed(model: Model, schemes: Mapping[str, Scheme], linear: Callable[[str], QuantizedLinear], module: str) -> Piece:
     scheme = schemes[module]
-    layout = compressed_tensors.layout_for(scheme, schemes, model.dtype)
+    layout = checkpoint.layout_for(scheme, schemes, model.dtype)
 
     def read() -> dict[str, torch.Tensor]:
         q = linear(module)

@@ -27,8 +27,7 @@ def pack_words(values: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
     if bits == 8:
         data = rows
     elif bits == 4:
-        rows = torch.nn.functional.pad(rows, (0, count % 2))
-        data = rows[..., 0::2] | (rows[..., 1::2] << 4)
+        data = pack_nibbles(torch.nn.functional.pad(rows, (0, count % 2)))
     else:
         single = np.unpackbits(rows.numpy()[..., None], axis=-1, count=bits, bitorder="little")
         data = torch.from_numpy(np.packbits(single.reshape(*rows.shape[:-1], -1), axis=-1, bitorder="little"))
@@ -42,11 +41,21 @@ def unpack_words(words: torch.Tensor, bits: int, count: int, dim: int = -1) -> t
     if bits == 8:
         values = data
     elif bits == 4:
-        values = torch.stack((data & 0xF, data >> 4), -1).flatten(-2)
+        values = unpack_nibbles(data)
     else:
         single = np.unpackbits(data.numpy(), axis=-1, count=count * bits, bitorder="little")
         values = torch.from_numpy(np.packbits(single.reshape(*data.shape[:-1], count, bits), axis=-1, bitorder="little")).squeeze(-1)
     return values[..., :count].transpose(dim, -1).contiguous()
+
+
+def pack_nibbles(values: torch.Tensor) -> torch.Tensor:
+    """Neighbours of the last dimension (uint8 below 16, an even number of them) in one byte, the first in the low half."""
+    return values[..., 0::2] | (values[..., 1::2] << 4)
+
+
+def unpack_nibbles(data: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack_nibbles`."""
+    return torch.stack((data & 0xF, data >> 4), -1).flatten(-2)
 
 
 def pack_halves(values: torch.Tensor) -> torch.Tensor:

@@ -1,31 +1,32 @@
-"""The compressed-tensors layout: tensors of one linear, and the `quantization_config` that says which linear has which scheme.
+"""The compressed-tensors layout: the tensors of one linear.
 
 Formats (compressed-tensors 0.20, and llm-compressor's checkpoints before it): `pack-quantized` (integers of 2 to 8 bits in int32 words),
-`int-quantized` (8-bit integers, with activations that are rounded too), `float-quantized` and `naive-quantized` (FP8).
+`int-quantized` (8-bit integers, with activations that are rounded too), `float-quantized` and `naive-quantized` (FP8),
+`nvfp4-pack-quantized` and `mxfp4-pack-quantized` (E2M1 codes two to a byte, the first in the low half; scales in e4m3 over the *reciprocal* of a
+scale for the whole tensor, or powers of two as biased exponents).
 
 Letters: O output features, I input features, R x C shape of the scales.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from qforge.errors import ModelError
+from qforge import numerics
+from qforge.errors import ModelError, UnsupportedError
 from qforge.layouts.base import expect_finite, expect_group_index, expect_shape, take
-from qforge.layouts.bits import pack_words, unpack_words, words_for
+from qforge.layouts.bits import pack_nibbles, pack_words, unpack_nibbles, unpack_words, words_for
 from qforge.qlinear import QuantizedLinear
-from qforge.scheme import ActivationScheme, Granularity, Number, Per, ScaleFormat, ScaleType, Scheme, Symmetry
+from qforge.scheme import Granularity, Number, Per, ScaleFormat, ScaleType, Scheme, Symmetry
 
 NAME = "compressed-tensors"
-_SCALE_DTYPES = {ScaleType.F16: torch.float16, ScaleType.BF16: torch.bfloat16, ScaleType.F32: torch.float32}
-_STRATEGIES = {Per.TENSOR: "tensor", Per.CHANNEL: "channel", Per.GROUP: "group", Per.BLOCK: "block", Per.TOKEN: "token"}
-_INTEGERS = {n.bits: n for n in Number if n.is_int}
+SCALE_DTYPES = {ScaleType.F16: torch.float16, ScaleType.BF16: torch.bfloat16, ScaleType.F32: torch.float32}
+NVFP4 = ScaleFormat(ScaleType.E4M3, Granularity(Per.TENSOR), ScaleType.F32)
+MXFP4 = ScaleFormat(ScaleType.E8M0)
+_FP4_FORMATS = {(16, NVFP4): "nvfp4-pack-quantized", (32, MXFP4): "mxfp4-pack-quantized"}  # by group size and scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class CompressedTensors:
     Attributes:
         scale_dtype: the dtype in which scales are stored; every scale must be exact in it (`scale_dtype_for` chooses one).
         padded_zeros: store packed zero points with O rows, the unused ones zero, instead of O * bits / 32. compressed-tensors 0.20 makes a
-            parameter of O rows when it loads without `dequantize`, and `dequantize` reads every linear with the scheme of the first group:
-            a checkpoint with an asymmetric group *and* another one loads in transformers only in this form.
+            parameter of O rows when it loads without `dequantize`, and `dequantize` reads every linear with the scheme of the first group
+            and drops the rounding of inputs: such a checkpoint loads in transformers only in this form.
     """
 
     scale_dtype: torch.dtype = torch.float32
@@ -47,10 +48,13 @@ class CompressedTensors:
         """None when the layout holds the scheme losslessly, or the reason why not."""
         if scheme.symmetry is Symmetry.OFFSET:
             return "compressed-tensors has integer zero points, no offsets"
-        if scheme.scale.super_granularity is not None or (scheme.scale.type is not ScaleType.F16BF16 and scheme.scale.type not in _SCALE_DTYPES):
-            return f"compressed-tensors holds scales in f16, bf16 or f32 here, not {scheme.scale}"
+        if scheme.number is Number.FP4_E2M1:
+            held = scheme.granularity.per is Per.GROUP and (scheme.granularity.columns, scheme.scale) in _FP4_FORMATS
+            return None if held else f"compressed-tensors has fp4-e2m1 as NVFP4 (g16@{NVFP4}) and MXFP4 (g32@{MXFP4}), not {scheme.granularity}@{scheme.scale}"
         if not scheme.number.is_int and scheme.number is not Number.FP8_E4M3:
-            return f"compressed-tensors has no {scheme.number} weights here; it has int2 to int8 and fp8-e4m3"
+            return f"compressed-tensors has no {scheme.number} weights; it has int2 to int8, fp8-e4m3 and fp4-e2m1"
+        if scheme.scale.super_granularity is not None or (scheme.scale.type is not ScaleType.F16BF16 and scheme.scale.type not in SCALE_DTYPES):
+            return f"compressed-tensors holds scales of {scheme.number} in f16, bf16 or f32, not {scheme.scale}"
         if scheme.number.is_int and scheme.granularity.per is Per.BLOCK:
             return "compressed-tensors has blocks for fp8 only; integers are per tensor, channel or group"
         return None
@@ -58,6 +62,14 @@ class CompressedTensors:
     def pack(self, q: QuantizedLinear) -> dict[str, torch.Tensor]:
         """Codes, scales and zero points by the layout's local names; symmetric codes are stored with an offset where they are packed."""
         assert self.supports(q.scheme) is None, self.supports(q.scheme)
+        tensors = _pack_fp4(q) if q.scheme.number is Number.FP4_E2M1 else self._pack(q)
+        if q.group_index is not None:
+            tensors["weight_g_idx"] = q.group_index.to(torch.int32)
+        if q.input_scale is not None:
+            tensors["input_scale"] = q.input_scale.float().reshape(1)
+        return tensors
+
+    def _pack(self, q: QuantizedLinear) -> dict[str, torch.Tensor]:
         scale = q.scales.to(self.scale_dtype)
         assert torch.equal(scale.float(), q.scales), f"scales are not exact in {self.scale_dtype}"
         tensors = {"weight_scale": scale.reshape(1) if q.scheme.granularity.per is Per.TENSOR else scale.contiguous()}
@@ -68,14 +80,10 @@ class CompressedTensors:
             tensors["weight"] = q.codes.view(torch.float8_e4m3fn) if not q.scheme.number.is_int else _signed(q.codes, q.scheme)
         if q.zeros is not None:
             tensors["weight_zero_point"] = self._pack_zeros(q.zeros, q.scheme)
-        if q.group_index is not None:
-            tensors["weight_g_idx"] = q.group_index.to(torch.int32)
-        if q.input_scale is not None:
-            tensors["input_scale"] = q.input_scale.float().reshape(1)
         return tensors
 
     def _pack_zeros(self, zeros: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-        if not _packs_zeros(scheme):
+        if not packs_zeros(scheme):
             signed = _signed(zeros, scheme)
             return signed.reshape(1) if scheme.granularity.per is Per.TENSOR else signed
         packed = pack_words(zeros, scheme.bits, dim=0)
@@ -86,12 +94,16 @@ class CompressedTensors:
         rows, columns = scheme.scale_shape(out_features, in_features)
         per_tensor = scheme.granularity.per is Per.TENSOR
         infos: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"weight_scale": ((1,) if per_tensor else (rows, columns), self.scale_dtype)}
-        if format_of(scheme) == "pack-quantized":
+        if scheme.number is Number.FP4_E2M1:
+            infos = {"weight_scale": ((rows, columns), torch.float8_e4m3fn if scheme.scale == NVFP4 else torch.uint8)}
+            infos["weight_packed"] = (out_features, in_features // 2), torch.uint8
+            infos |= {"weight_global_scale": ((1,), torch.float32)} if scheme.scale == NVFP4 else {}
+        elif format_of(scheme) == "pack-quantized":
             infos["weight_packed"] = (out_features, words_for(in_features, scheme.bits)), torch.int32
             infos["weight_shape"] = (2,), torch.int64
         else:
             infos["weight"] = (out_features, in_features), torch.int8 if scheme.number.is_int else torch.float8_e4m3fn
-        if _packs_zeros(scheme):
+        if packs_zeros(scheme):
             infos["weight_zero_point"] = (rows if self.padded_zeros else words_for(rows, scheme.bits), columns), torch.int32
         elif scheme.symmetry is Symmetry.ASYM:
             infos["weight_zero_point"] = (1,) if per_tensor else (rows, columns), torch.int8
@@ -105,26 +117,29 @@ class CompressedTensors:
         Raises:
             ModelError: a tensor is missing, or its shape or type does not fit the scheme.
         """
+        if scheme.number is Number.FP4_E2M1:
+            return _unpack_fp4(tensors, scheme)
         codes = _unpack_codes(tensors, scheme)
         rows, columns = scheme.scale_shape(*codes.shape)
         scales = _reshaped(take(tensors, "weight_scale", NAME), (rows, columns), "weight_scale")
         index = tensors.get("weight_g_idx")
         if index is not None:
             index = expect_group_index(expect_shape(index, (codes.shape[1],), "weight_g_idx", NAME), columns, NAME)
-        input_scale = tensors.get("input_scale")
         return QuantizedLinear(
             scheme,
             codes,
             expect_finite(scales, "weight_scale", NAME),
             _unpack_zeros(tensors, scheme, rows, columns),
             index,
-            input_scale=None if input_scale is None else expect_finite(input_scale, "input_scale", NAME).reshape(()),
+            input_scale=_input_scale(tensors, scheme),
             bias=tensors.get("bias"),
         )
 
 
 def format_of(scheme: Scheme) -> str:
     """The name that compressed-tensors gives to how weights of this scheme are stored."""
+    if scheme.number is Number.FP4_E2M1:
+        return _FP4_FORMATS[scheme.granularity.columns, scheme.scale]
     if not scheme.number.is_int:
         return "float-quantized" if scheme.activations is not None else "naive-quantized"
     return "int-quantized" if scheme.activations is not None and scheme.bits == 8 else "pack-quantized"
@@ -137,155 +152,51 @@ def scale_dtype_for(scheme: Scheme, model_dtype: torch.dtype) -> torch.dtype:
     """
     if scheme.symmetry is Symmetry.ASYM or model_dtype not in (torch.float16, torch.bfloat16):
         return torch.float32
-    if scheme.scale.type is ScaleType.F16BF16 or _SCALE_DTYPES.get(scheme.scale.type) is model_dtype:
+    if scheme.scale.type is ScaleType.F16BF16 or SCALE_DTYPES.get(scheme.scale.type) is model_dtype:
         return model_dtype
     return torch.float32
 
 
-def layout_for(scheme: Scheme, schemes: Mapping[str, Scheme], model_dtype: torch.dtype) -> CompressedTensors:
-    """The layout of a linear with `scheme` in a checkpoint that holds `schemes`."""
-    return CompressedTensors(scale_dtype_for(scheme, model_dtype), padded_zeros=len(set(schemes.values())) > 1)
-
-
-def quantization_config(schemes: Mapping[str, Scheme], ignored: Sequence[str]) -> dict[str, Any]:
-    """The `quantization_config` of config.json.
-
-    Args:
-        schemes: the scheme of each quantized linear, by module name; not empty.
-        ignored: module names of the linears that are not quantized, the output head included.
-    """
-    counts = Counter(schemes.values())
-    ordered = sorted(counts, key=lambda s: (counts[s], str(s)))  # the class target last, or compressed-tensors warns about the exact ones
-    mixed = len(ordered) > 1
-    groups = {}
-    for i, scheme in enumerate(ordered):
-        targets = ["Linear"] if scheme is ordered[-1] else sorted(name for name, s in schemes.items() if s == scheme)
-        groups[f"group_{i}"] = _group(scheme, targets, padded_zeros=mixed)
-    formats = {format_of(s) for s in ordered}
-    config: dict[str, Any] = {
-        "quant_method": NAME,
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
-        "quantization_status": "compressed",
-        "config_groups": groups,
-        "ignore": sorted(ignored),
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-    }
-    if not mixed and _packs_zeros(ordered[0]):
-        config["dequantize"] = True  # transformers 5.23 cannot load packed zero points otherwise
-    return config
-
-
-def read_config(config: Mapping[str, Any], linear_names: Sequence[str]) -> dict[str, Scheme]:
-    """The scheme of each quantized linear, from a `quantization_config` that we or others wrote.
-
-    Args:
-        config: `quantization_config` of config.json.
-        linear_names: module names of all linears of the model, the output head included.
-
-    Raises:
-        ModelError: the config is malformed, or describes weights that qforge does not know.
-    """
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise ModelError("quantization_config has no config_groups; this is not a compressed-tensors checkpoint that qforge can read")
-    targets: dict[str, Scheme] = {}
-    for name, group in groups.items():
-        expanded = _preset(name, group) if isinstance(group, list) else group
-        if not isinstance(expanded, Mapping) or not isinstance(expanded.get("targets"), list):
-            raise ModelError(f"config group '{name}' of quantization_config has no targets")
-        if expanded.get("weights") is not None:
-            targets.update(dict.fromkeys(map(str, expanded["targets"]), _scheme(expanded)))
-    ignored = config.get("ignore") or []
-    if not isinstance(ignored, list):
-        raise ModelError("ignore of quantization_config is not a list of names")
-    found = {name: _best_match(name, targets) for name in linear_names if not any(_matches(name, str(i)) for i in ignored)}
-    return {name: scheme for name, scheme in found.items() if scheme is not None}
-
-
-def _matches(name: str, target: str) -> bool:
-    if not target.startswith("re:"):
-        return target in (name, "Linear")
-    try:
-        return re.match(target.removeprefix("re:"), name) is not None
-    except re.error as e:
-        raise ModelError(f"quantization_config holds the pattern '{target}', which is not a regular expression: {e}") from e
-
-
-def _best_match(name: str, targets: Mapping[str, Scheme]) -> Scheme | None:
-    """compressed-tensors' precedence: the exact name, then regular expressions in sorted order, then the class."""
-    if name in targets:
-        return targets[name]
-    return next((targets[t] for t in sorted(t for t in targets if t.startswith("re:")) if _matches(name, t)), targets.get("Linear"))
-
-
-def _preset(name: str, targets: list[str]) -> dict[str, Any]:
-    from compressed_tensors.quantization.quant_scheme import is_preset_scheme, preset_name_to_scheme
-
-    if not is_preset_scheme(name):
-        raise ModelError(f"config group '{name}' of quantization_config is neither described nor a preset of compressed-tensors")
-    return dict(preset_name_to_scheme(name, targets).model_dump(mode="json"))
-
-
-def _group(scheme: Scheme, targets: list[str], *, padded_zeros: bool) -> dict[str, Any]:
-    weights: dict[str, Any] = {"num_bits": scheme.bits, "type": "int" if scheme.number.is_int else "float", "symmetric": scheme.symmetric, "dynamic": False}
-    weights |= _strategy(scheme.granularity)
-    if scheme.scale.type in _SCALE_DTYPES:
-        weights["scale_dtype"] = str(_SCALE_DTYPES[scheme.scale.type])
-    if padded_zeros and _packs_zeros(scheme):
-        weights["zp_dtype"] = "torch.int32"
-    activations = None
-    if scheme.activations is not None:
-        a = scheme.activations
-        activations = {"num_bits": a.number.bits, "type": "int" if a.number.is_int else "float", "symmetric": True, "dynamic": not a.static} | _strategy(a.granularity)
-    return {"targets": targets, "weights": weights, "input_activations": activations, "output_activations": None, "format": format_of(scheme)}
-
-
-def _strategy(granularity: Granularity) -> dict[str, Any]:
-    found: dict[str, Any] = {"strategy": _STRATEGIES[granularity.per], "group_size": granularity.columns if granularity.per is Per.GROUP else None}
-    if granularity.per is Per.BLOCK:
-        found["block_structure"] = [granularity.rows, granularity.columns]
-    return found
-
-
-def _scheme(group: Mapping[str, Any]) -> Scheme:
-    weights, inputs = group["weights"], group.get("input_activations")
-    for key, args in (("weights", weights), ("input_activations", {} if inputs is None else inputs)):
-        if not isinstance(args, Mapping):
-            raise ModelError(f"{key} of a config group in quantization_config is not an object")
-    symmetric = bool(weights.get("symmetric", True))
-    scale = {str(d): t for t, d in _SCALE_DTYPES.items()}.get(str(weights.get("scale_dtype")), ScaleType.F16BF16)
-    activations = None
-    if inputs is not None:
-        if not inputs.get("symmetric", True):
-            raise ModelError("this checkpoint rounds activations with a zero point; qforge reads symmetric activations only")
-        activations = ActivationScheme(_number(inputs), _granularity(inputs), static=not inputs.get("dynamic", False))
-    return Scheme(_number(weights), _granularity(weights), Symmetry.SYM if symmetric else Symmetry.ASYM, ScaleFormat(scale), activations)
-
-
-def _number(args: Mapping[str, Any]) -> Number:
-    bits, kind = args.get("num_bits", 8), args.get("type", "int")
-    if kind == "float" and bits == 8:
-        return Number.FP8_E4M3
-    if kind == "int" and isinstance(bits, int) and bits in _INTEGERS:
-        return _INTEGERS[bits]
-    raise ModelError(f"this checkpoint has {kind} numbers of {bits} bits; qforge reads int{'/int'.join(map(str, sorted(_INTEGERS)))} and 8-bit floats from compressed-tensors")
-
-
-def _granularity(args: Mapping[str, Any]) -> Granularity:
-    size, structure = args.get("group_size"), args.get("block_structure")
-    strategy = args.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
-    if strategy == "group" and isinstance(size, int) and size > 0:
-        return Granularity(Per.GROUP, size, 1)
-    if strategy == "block" and isinstance(structure, list) and len(structure) == 2 and all(isinstance(n, int) and n > 0 for n in structure):
-        return Granularity(Per.BLOCK, structure[1], structure[0])
-    if strategy in ("tensor", "channel", "token"):
-        return Granularity(Per(strategy))
-    raise ModelError(f"this checkpoint has the strategy '{strategy}' (group_size {size}, block_structure {structure}), which qforge does not read")
-
-
-def _packs_zeros(scheme: Scheme) -> bool:
+def packs_zeros(scheme: Scheme) -> bool:
+    """Whether zero points are packed into int32 words, as codes are."""
     return scheme.symmetry is Symmetry.ASYM and format_of(scheme) == "pack-quantized" and scheme.granularity.per is not Per.TENSOR
+
+
+def _pack_fp4(q: QuantizedLinear) -> dict[str, torch.Tensor]:
+    tensors = {"weight_packed": pack_nibbles(q.codes)}
+    if q.super_scales is None:
+        tensors["weight_scale"] = (torch.frexp(q.scales).exponent + 126).to(torch.uint8)  # 2**e is 0.5 * 2**(e + 1), stored as e + 127
+    else:
+        codes = numerics.scale_codes(q.scales, q.super_scales, q.scheme)
+        if not torch.equal(codes.float() / (1 / q.super_scales), q.scales):
+            raise UnsupportedError("compressed-tensors keeps the reciprocal of NVFP4's scale of a tensor; with this one, no power of two, it would hold other weights")
+        tensors |= {"weight_scale": codes, "weight_global_scale": 1 / q.super_scales}
+    return tensors
+
+
+def _unpack_fp4(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantizedLinear:
+    packed, stored = take(tensors, "weight_packed", NAME), take(tensors, "weight_scale", NAME)
+    if packed.dtype != torch.uint8 or packed.dim() != 2:
+        raise ModelError(f"weight_packed is {packed.dtype} {list(packed.shape)}; FP4 codes are a matrix of uint8")
+    codes = unpack_nibbles(packed)
+    expect_shape(stored, scheme.scale_shape(*codes.shape), "weight_scale", NAME)
+    expected = torch.float8_e4m3fn if scheme.scale == NVFP4 else torch.uint8
+    if stored.dtype != expected:
+        raise ModelError(f"weight_scale is {stored.dtype}; its scheme {scheme} needs {expected}")
+    upper = None
+    if scheme.scale == NVFP4:
+        reciprocal = expect_finite(expect_shape(take(tensors, "weight_global_scale", NAME), (1,), "weight_global_scale", NAME), "weight_global_scale", NAME)
+        scales, upper = stored.float() / reciprocal, 1 / reciprocal
+    else:
+        scales = torch.ldexp(torch.ones(stored.shape), stored.int() - 127)
+    scales = expect_finite(scales, "weight_scale", NAME)
+    return QuantizedLinear(scheme, codes, scales, super_scales=upper, input_scale=_input_scale(tensors, scheme), bias=tensors.get("bias"))
+
+
+def _input_scale(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> torch.Tensor | None:
+    if scheme.activations is None or not scheme.activations.static:
+        return None
+    return expect_finite(expect_shape(take(tensors, "input_scale", NAME), (1,), "input_scale", NAME), "input_scale", NAME).reshape(())
 
 
 def _unsigned(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
@@ -317,7 +228,10 @@ def _unpack_codes(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> torch.
     if weight.dtype != expected or weight.dim() != 2:
         raise ModelError(f"weight is {weight.dtype} {list(weight.shape)}; its scheme {scheme} needs a matrix of {expected}")
     if not scheme.number.is_int:
-        return weight.contiguous().view(torch.uint8)
+        codes = weight.contiguous().view(torch.uint8)
+        if ((codes & 0x7F) == 0x7F).any():
+            raise ModelError("weight holds values that are not finite; the file is damaged or was made from such weights")
+        return codes
     return weight if scheme.symmetric else (weight.to(torch.int16) + (1 << (scheme.bits - 1))).to(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""A quantized checkpoint (compressed-tensors, GPTQ) as a source of weights: codes as stored for who wants them, dequantized fp32 weights for everybody else."""
+"""A quantized checkpoint (compressed-tensors, GPTQ, bitsandbytes) as a source of weights: codes as stored for who wants them, dequantized fp32 weights for everybody else."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 
 from qforge import numerics
 from qforge.errors import ModelError
-from qforge.layouts import autogptq
+from qforge.layouts import autogptq, bitsandbytes
 from qforge.layouts.autogptq import AutoGptq
-from qforge.layouts.compressed_tensors import CompressedTensors, read_config
+from qforge.layouts.bitsandbytes import BitsAndBytes
+from qforge.layouts.compressed_tensors import CompressedTensors
+from qforge.layouts.compressed_tensors_config import read_config
 from qforge.models.skeleton import Skeleton
 from qforge.models.weights import TensorInfo, WeightSource, listed
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
 
-_READABLE = ("compressed-tensors", "gptq")
+_READABLE = ("compressed-tensors", "gptq", "bitsandbytes")
 
 
 class QuantizedSource:
@@ -41,7 +43,7 @@ class QuantizedSource:
         self._parts: dict[str, list[str]] = {name: [] for name in self.schemes}
         self._plain: list[str] = []
         for name in source.names():
-            module, _, local = name.rpartition(".")
+            module, local = _parts(name)
             if module in self.schemes and local != "bias":
                 self._parts[module].append(local)
             else:
@@ -91,13 +93,24 @@ class QuantizedSource:
         return digest("quantized", self._source.fingerprint(), *(f"{name}={scheme}" for name, scheme in self.schemes.items()))
 
 
-def _described(source: WeightSource, config: Mapping[str, Any], skeleton: Skeleton, origin: str) -> tuple[AutoGptq | CompressedTensors, dict[str, Scheme]]:
+def _parts(name: str) -> tuple[str, str]:
+    """Module and local name of a stored tensor; bitsandbytes' local names have dots (`weight.absmax`)."""
+    module, inside, local = name.partition(".weight.")
+    if inside:
+        return module, f"weight.{local}"
+    module, _, local = name.rpartition(".")
+    return module, local
+
+
+def _described(source: WeightSource, config: Mapping[str, Any], skeleton: Skeleton, origin: str) -> tuple[AutoGptq | BitsAndBytes | CompressedTensors, dict[str, Scheme]]:
     method = str(config.get("quant_method", "unknown"))
     if method not in _READABLE:
-        raise ModelError(f"{origin}: a checkpoint quantized with {method} is not readable yet; {' and '.join(_READABLE)} are (or start from the unquantized model)")
+        raise ModelError(f"{origin}: a checkpoint quantized with {method} is not readable yet; {', '.join(_READABLE)} are (or start from the unquantized model)")
     held = set(source.names())
     if method == "gptq":
         return AutoGptq(2 if config.get("checkpoint_format") == "gptq_v2" else 1), _gptq_schemes(config, held, skeleton, origin)
+    if method == "bitsandbytes":
+        return BitsAndBytes(), _nf4_schemes(source, config, held, skeleton, origin)
     for key in ("sparsity_config", "transform_config", "kv_cache_scheme"):
         if config.get(key) and config[key] != {"format": "dense"}:
             raise ModelError(f"{origin}: quantization_config has a {key}, which qforge does not read yet")
@@ -118,3 +131,13 @@ def _gptq_schemes(config: Mapping[str, Any], held: set[str], skeleton: Skeleton,
     if not schemes:
         raise ModelError(f"{origin}: quantization_config says gptq, but the files hold no qweight of this model's linears")
     return schemes
+
+
+def _nf4_schemes(source: WeightSource, config: Mapping[str, Any], held: set[str], skeleton: Skeleton, origin: str) -> dict[str, Scheme]:
+    quantized = [name for name in skeleton.linears if bitsandbytes.is_quantized(name, held)]
+    if not quantized:
+        raise ModelError(f"{origin}: quantization_config says bitsandbytes, but the files hold no quantization state of this model's linears")
+    try:
+        return bitsandbytes.read_config(config, quantized, source.read)
+    except ModelError as e:
+        raise ModelError(f"{origin}: {e}") from e

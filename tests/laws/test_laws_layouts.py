@@ -12,6 +12,7 @@ from qforge import numerics
 from qforge.layouts.autogptq import AutoGptq
 from qforge.layouts.base import Layout
 from qforge.layouts.bits import pack_words, unpack_words, words_for
+from qforge.layouts.bitsandbytes import BitsAndBytes
 from qforge.layouts.compressed_tensors import CompressedTensors
 from qforge.layouts.gguf_blocks import GgufBlocks
 from qforge.qlinear import QuantizedLinear, code_dtype
@@ -24,6 +25,8 @@ LAYOUTS: list[Layout] = [
     CompressedTensors(torch.bfloat16),
     AutoGptq(1),
     AutoGptq(2),
+    BitsAndBytes(),
+    BitsAndBytes(torch.bfloat16),
     *map(GgufBlocks, ("Q4_0", "Q5_0", "Q8_0")),
 ]
 integer_schemes = st.builds(
@@ -33,9 +36,9 @@ integer_schemes = st.builds(
     st.sampled_from(["sym", "asym", "offset"]),
     st.sampled_from(["", "+int8-token"]),
 )
-float_schemes = st.sampled_from(["fp8-e4m3-channel", "fp8-e4m3-tensor", "fp8-e4m3-block32+fp8-e4m3-g32", "fp8-e4m3-g32", "fp8-e5m2-channel", "nf4-g64", "fp4-e2m1-g32@e8m0"]).map(
-    parse
-)
+FLOATS = ["fp8-e4m3-channel", "fp8-e4m3-tensor", "fp8-e4m3-block32+fp8-e4m3-g32", "fp8-e4m3-g32", "fp8-e5m2-channel", "fp8-e4m3-tensor+fp8-e4m3-tensor-static", "nf4-g64",
+          "nf4-g64@f32", "nf4-g32@u8/g256:f32", "nf4", "nf4-g48@f32", "mxfp4", "nvfp4", "fp4-e2m1-g16@e4m3", "fp4-e2m1-g64@e8m0", "fp4-e2m1-g32@e8m0+fp8-e4m3-token"]  # fmt: skip
+float_schemes = st.sampled_from(FLOATS).map(parse)
 schemes = st.one_of(integer_schemes, float_schemes)
 
 
@@ -49,9 +52,12 @@ def linear(scheme: Scheme, out_features: int, groups: int, seed: int) -> Quantiz
         codes = torch.randn(out_features, in_features, generator=g).to(torch.float8_e4m3fn).view(torch.uint8)
     else:
         codes = torch.randint(low, high + 1, (out_features, in_features), generator=g).to(code_dtype(scheme))
-    scales = numerics.round_scale(torch.rand(rows, columns, generator=g) * 0.1 + 1e-6, scheme.scale.type)
+    weight = torch.rand(out_features, in_features, generator=g) * 10 ** torch.randn(out_features, 1, generator=g)
+    upper = numerics.super_scales(weight, scheme)
+    scales = numerics.round_scale(torch.rand(rows, columns, generator=g) * 0.1 + 1e-6, scheme.scale.type) if upper is None else numerics.minmax_parameters(weight, scheme)[0]
     zeros = torch.randint(1, high + 1, (rows, columns), generator=g).to(torch.uint8) if not scheme.symmetric else None
-    return QuantizedLinear(scheme, codes, scales, zeros)
+    input_scale = torch.rand((), generator=g) if scheme.activations is not None and scheme.activations.static else None
+    return QuantizedLinear(scheme, codes, scales, zeros, super_scales=upper, input_scale=input_scale)
 
 
 @given(schemes, st.sampled_from([1, 3, 8, 16, 40]), st.integers(1, 3), st.integers(0, 2**32), st.sampled_from(LAYOUTS))
@@ -63,7 +69,7 @@ def test_unpack_inverts_pack(scheme, out_features, groups, seed, layout):
     if isinstance(layout, AutoGptq) and layout.problem_with(q.out_features, q.in_features, scheme.bits):
         return
     packed = layout.pack(q)
-    if isinstance(layout, CompressedTensors):
+    if isinstance(layout, CompressedTensors | BitsAndBytes):
         assert {name: (tuple(t.shape), t.dtype) for name, t in packed.items()} == layout.infos(scheme, q.out_features, q.in_features)
     back = layout.unpack(packed, scheme)
     if isinstance(layout, GgufBlocks) and not scheme.symmetric:  # the type stores codes minus zero points
@@ -99,5 +105,5 @@ def test_gguf_blocks_dequantize_to_the_same_bits_in_the_gguf_package(scheme, kin
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"{x.name}-{getattr(x, 'version', '')}")
 def test_supports_names_a_reason(layout):
-    for text in ("nf4-g64", "int4-g32-offset", "fp8-e5m2-channel", "int4-g32-sym@u6/g256:f16"):
+    for text in ("nf4-g48", "int4-g32-offset", "fp8-e5m2-channel", "int4-g32-sym@u6/g256:f16"):
         assert layout.supports(parse(text)), text

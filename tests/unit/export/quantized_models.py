@@ -25,7 +25,8 @@ def rtn(model, text="int4-g32-sym", overrides=None, head=False, ignore=()):
     def linear(name: str) -> QuantizedLinear:
         stored = f"{name}.weight" if f"{name}.weight" in model.weights.names() else "model.embed_tokens.weight"
         weight = model.weights.read(stored).float()
-        return numerics.quantize(weight, schemes[name], *numerics.minmax_parameters(weight, schemes[name]))
+        scheme = schemes[name]
+        return numerics.quantize(weight, scheme, *numerics.minmax_parameters(weight, scheme), upper=numerics.super_scales(weight, scheme))
 
     return schemes, linear
 

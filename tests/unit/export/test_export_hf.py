@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qforge import numerics
 from qforge.engines.transformers_engine import TransformersEngine
-from qforge.errors import UnsupportedError
+from qforge.errors import QforgeError, UnsupportedError
 from qforge.export.hf import write_artifact
 from qforge.files import sha256_tree
 from qforge.models.model import open_model
@@ -40,6 +40,8 @@ CASES = {
     "w8a8": {"text": "int8-channel-sym+int8-token", "overrides": {"down_proj": "int4-g32-sym"}},
     "fp8": {"text": "fp8-e4m3-channel+fp8-e4m3-token"},
     "fp8 block": {"text": "fp8-e4m3-block32+fp8-e4m3-g32"},
+    "nvfp4": {"text": "nvfp4"},
+    "mxfp4": {"text": "mxfp4"},
     "ignored": {"text": "int4-g32-sym", "ignore": ("down_proj", "o_proj")},
     "head": {"text": "int4-g32-sym", "head": True},
     "head asym": {"text": "int4-g32-asym", "head": True},
@@ -63,7 +65,7 @@ def test_transformers_loads_the_artifact_bit_for_bit(tmp_path, case, dtype):
 
 
 ROUNDED = ["int8-channel-sym+int8-token", "int8-channel-sym+int8-tensor-static", "int8-channel-asym+int8-token", "int4-g32-sym+int8-token", "fp8-e4m3-channel+fp8-e4m3-token",
-           "fp8-e4m3-tensor+fp8-e4m3-tensor-static", "fp8-e4m3-block32+fp8-e4m3-g32", "fp8-e4m3-block32x64+fp8-e4m3-token"]  # fmt: skip
+           "int4-g32-asym+int8-token", "fp8-e4m3-tensor+fp8-e4m3-tensor-static", "fp8-e4m3-block32+fp8-e4m3-g32", "fp8-e4m3-block32x64+fp8-e4m3-token"]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ROUNDED)
@@ -140,5 +142,13 @@ def test_groups_in_activation_order_are_refused_and_leave_nothing(tmp_path):
 
 def test_schemes_that_the_layout_lacks_are_refused(tmp_path):
     source = open_model(str(tiny.make(tmp_path / "source", layers=1)))
-    with pytest.raises(UnsupportedError, match="has no nf4 weights"):
-        write_artifact(tmp_path / "model", source, {"model.layers.0.self_attn.q_proj": parse("nf4-g64")}, lambda n: None, {})
+    q_proj, k_proj = (f"model.layers.0.self_attn.{n}_proj" for n in "qk")
+    for schemes, message in (
+        ({q_proj: "fp8-e5m2-channel"}, "fp8-e5m2-channel: .*has no fp8-e5m2 weights"),
+        ({q_proj: "nf4-g64"}, "nf4-g64: .*holds scales as u8/g256:f32 or f32"),
+        ({q_proj: "nf4", k_proj: "int8-channel-sym"}, "nf4-g64.* and int8-channel-sym together"),
+        ({q_proj: "mxfp4", k_proj: "int8-channel-sym"}, "cannot multiply in float32"),
+        ({q_proj: "fp4-e2m1-g32@e8m0+fp8-e4m3-token"}, "with rounded activations, to bfloat16 only"),
+    ):
+        with pytest.raises(QforgeError, match=message):
+            write_artifact(tmp_path / "model", source, {n: parse(t) for n, t in schemes.items()}, lambda n: None, {})

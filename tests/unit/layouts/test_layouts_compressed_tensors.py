@@ -7,7 +7,8 @@ import torch
 
 from qforge import numerics
 from qforge.errors import ModelError
-from qforge.layouts.compressed_tensors import CompressedTensors, quantization_config, read_config, scale_dtype_for
+from qforge.layouts.compressed_tensors import CompressedTensors, scale_dtype_for
+from qforge.layouts.compressed_tensors_config import quantization_config, read_config
 from qforge.scheme import parse
 
 NAMES = [f"model.layers.{i}.{m}" for i in range(2) for m in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")] + ["lm_head"]

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from qforge import numerics
 from qforge.errors import ModelError
 from qforge.layouts.autogptq import AutoGptq
-from qforge.layouts.compressed_tensors import layout_for, quantization_config
+from qforge.layouts.checkpoint import layout_for
+from qforge.layouts.compressed_tensors_config import quantization_config
 from qforge.models.lora import with_adapters
 from qforge.models.model import open_model
 from qforge.qlinear import QuantizedLinear

@@ -1,0 +1,173 @@
+"""The `quantization_config` of a compressed-tensors checkpoint: which linear has which scheme.
+
+It has groups, each with targets (module names, `re:` patterns, or the class `Linear`) and what their weights and inputs are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from qforge.errors import ModelError
+from qforge.layouts.compressed_tensors import MXFP4, NAME, NVFP4, SCALE_DTYPES, format_of, packs_zeros
+from qforge.scheme import ActivationScheme, Granularity, Number, Per, ScaleFormat, ScaleType, Scheme, Symmetry
+
+_STRATEGIES = {Per.TENSOR: "tensor", Per.CHANNEL: "channel", Per.GROUP: "group", Per.BLOCK: "block", Per.TOKEN: "token"}
+_FP4_ARGUMENTS = {
+    NVFP4: {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"},
+    MXFP4: {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"},
+}
+_INTEGERS = {n.bits: n for n in Number if n.is_int}
+
+
+def quantization_config(schemes: Mapping[str, Scheme], ignored: Sequence[str]) -> dict[str, Any]:
+    """The `quantization_config` of config.json.
+
+    Args:
+        schemes: the scheme of each quantized linear, by module name; not empty.
+        ignored: module names of the linears that are not quantized, the output head included.
+    """
+    counts = Counter(schemes.values())
+    ordered = sorted(counts, key=lambda s: (counts[s], str(s)))  # the class target last, or compressed-tensors warns about the exact ones
+    dequantized = dequantized_on_loading(ordered)
+    groups = {}
+    for i, scheme in enumerate(ordered):
+        targets = ["Linear"] if scheme is ordered[-1] else sorted(name for name, s in schemes.items() if s == scheme)
+        groups[f"group_{i}"] = _group(scheme, targets, padded_zeros=not dequantized)
+    formats = {format_of(s) for s in ordered}
+    config: dict[str, Any] = {
+        "quant_method": NAME,
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": sorted(ignored),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+    return config | ({"dequantize": True} if dequantized else {})
+
+
+def dequantized_on_loading(schemes: Iterable[Scheme]) -> bool:
+    """Whether config.json asks transformers 5.23 to dequantize while it loads, as it must for packed zero points and for FP4 (which it else takes to bfloat16, whatever the model's
+    dtype is). It can where all linears have one scheme, and where none of them rounds its inputs, which a dequantized linear no longer does."""
+    distinct = set(schemes)
+    return len(distinct) == 1 and all((packs_zeros(s) or s.number is Number.FP4_E2M1) and s.activations is None for s in distinct)
+
+
+def read_config(config: Mapping[str, Any], linear_names: Sequence[str]) -> dict[str, Scheme]:
+    """The scheme of each quantized linear, from a `quantization_config` that we or others wrote.
+
+    Args:
+        config: `quantization_config` of config.json.
+        linear_names: module names of all linears of the model, the output head included.
+
+    Raises:
+        ModelError: the config is malformed, or describes weights that qforge does not know.
+    """
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ModelError("quantization_config has no config_groups; this is not a compressed-tensors checkpoint that qforge can read")
+    targets: dict[str, Scheme] = {}
+    for name, group in groups.items():
+        expanded = _preset(name, group) if isinstance(group, list) else group
+        if not isinstance(expanded, Mapping) or not isinstance(expanded.get("targets"), list):
+            raise ModelError(f"config group '{name}' of quantization_config has no targets")
+        if expanded.get("weights") is not None:
+            targets.update(dict.fromkeys(map(str, expanded["targets"]), _scheme(expanded)))
+    ignored = config.get("ignore") or []
+    if not isinstance(ignored, list):
+        raise ModelError("ignore of quantization_config is not a list of names")
+    found = {name: _best_match(name, targets) for name in linear_names if not any(_matches(name, str(i)) for i in ignored)}
+    return {name: scheme for name, scheme in found.items() if scheme is not None}
+
+
+def _matches(name: str, target: str) -> bool:
+    if not target.startswith("re:"):
+        return target in (name, "Linear")
+    try:
+        return re.match(target.removeprefix("re:"), name) is not None
+    except re.error as e:
+        raise ModelError(f"quantization_config holds the pattern '{target}', which is not a regular expression: {e}") from e
+
+
+def _best_match(name: str, targets: Mapping[str, Scheme]) -> Scheme | None:
+    """compressed-tensors' precedence: the exact name, then regular expressions in sorted order, then the class."""
+    if name in targets:
+        return targets[name]
+    return next((targets[t] for t in sorted(t for t in targets if t.startswith("re:")) if _matches(name, t)), targets.get("Linear"))
+
+
+def _preset(name: str, targets: list[str]) -> dict[str, Any]:
+    from compressed_tensors.quantization.quant_scheme import is_preset_scheme, preset_name_to_scheme
+
+    if not is_preset_scheme(name):
+        raise ModelError(f"config group '{name}' of quantization_config is neither described nor a preset of compressed-tensors")
+    return dict(preset_name_to_scheme(name, targets).model_dump(mode="json"))
+
+
+def _group(scheme: Scheme, targets: list[str], *, padded_zeros: bool) -> dict[str, Any]:
+    weights: dict[str, Any] = {"num_bits": scheme.bits, "type": "int" if scheme.number.is_int else "float", "symmetric": scheme.symmetric, "dynamic": False}
+    weights |= _strategy(scheme.granularity)
+    if scheme.scale.type in SCALE_DTYPES:
+        weights["scale_dtype"] = str(SCALE_DTYPES[scheme.scale.type])
+    if scheme.number is Number.FP4_E2M1:
+        weights |= _FP4_ARGUMENTS[scheme.scale]
+    if padded_zeros and packs_zeros(scheme):
+        weights["zp_dtype"] = "torch.int32"
+    activations = None
+    if scheme.activations is not None:
+        a = scheme.activations
+        activations = {"num_bits": a.number.bits, "type": "int" if a.number.is_int else "float", "symmetric": True, "dynamic": not a.static} | _strategy(a.granularity)
+    return {"targets": targets, "weights": weights, "input_activations": activations, "output_activations": None, "format": format_of(scheme)}
+
+
+def _strategy(granularity: Granularity) -> dict[str, Any]:
+    found: dict[str, Any] = {"strategy": _STRATEGIES[granularity.per], "group_size": granularity.columns if granularity.per is Per.GROUP else None}
+    if granularity.per is Per.BLOCK:
+        found["block_structure"] = [granularity.rows, granularity.columns]
+    return found
+
+
+def _scheme(group: Mapping[str, Any]) -> Scheme:
+    weights, inputs = group["weights"], group.get("input_activations")
+    for key, args in (("weights", weights), ("input_activations", {} if inputs is None else inputs)):
+        if not isinstance(args, Mapping):
+            raise ModelError(f"{key} of a config group in quantization_config is not an object")
+    symmetric = bool(weights.get("symmetric", True))
+    number = _number(weights)
+    scale = ScaleFormat({str(d): t for t, d in SCALE_DTYPES.items()}.get(str(weights.get("scale_dtype")), ScaleType.F16BF16))
+    if number is Number.FP4_E2M1:
+        scale = NVFP4 if weights.get("strategy") == "tensor_group" else MXFP4
+    activations = None
+    if inputs is not None:
+        if not inputs.get("symmetric", True):
+            raise ModelError("this checkpoint rounds activations with a zero point; qforge reads symmetric activations only")
+        activations = ActivationScheme(_number(inputs), _granularity(inputs), static=not inputs.get("dynamic", False))
+        if activations.number not in (Number.INT8, Number.FP8_E4M3):
+            raise ModelError(f"this checkpoint rounds activations to {activations.number}; qforge runs int8 and fp8-e4m3 activations")
+    return Scheme(number, _granularity(weights), Symmetry.SYM if symmetric else Symmetry.ASYM, scale, activations)
+
+
+def _number(args: Mapping[str, Any]) -> Number:
+    bits, kind = args.get("num_bits", 8), args.get("type", "int")
+    if kind == "float" and bits in (4, 8):
+        return Number.FP8_E4M3 if bits == 8 else Number.FP4_E2M1
+    if kind == "int" and isinstance(bits, int) and bits in _INTEGERS:
+        return _INTEGERS[bits]
+    raise ModelError(
+        f"this checkpoint has {kind} numbers of {bits} bits; qforge reads int{'/int'.join(map(str, sorted(_INTEGERS)))} and floats of 4 and 8 bits from compressed-tensors"
+    )
+
+
+def _granularity(args: Mapping[str, Any]) -> Granularity:
+    size, structure = args.get("group_size"), args.get("block_structure")
+    strategy = args.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+    if strategy in ("group", "tensor_group") and isinstance(size, int) and size > 0:
+        return Granularity(Per.GROUP, size, 1)
+    if strategy == "block" and isinstance(structure, list) and len(structure) == 2 and all(isinstance(n, int) and n > 0 for n in structure):
+        return Granularity(Per.BLOCK, structure[1], structure[0])
+    if strategy in ("tensor", "channel", "token"):
+        return Granularity(Per(strategy))
+    raise ModelError(f"this checkpoint has the strategy '{strategy}' (group_size {size}, block_structure {structure}), which qforge does not read")

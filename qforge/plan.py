@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from qforge.errors import MissingCapabilityError, RecipeError, UnsupportedError
+from qforge.layouts import checkpoint
 from qforge.methods import Quantizer, find
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
@@ -113,7 +114,10 @@ def _layers(recipe: Recipe, model: Model, blocks: BlockModel, quantizer: Quantiz
     for scheme in dict.fromkeys(p.scheme for p in layers if p.scheme is not None):
         problem = quantizer.supports(scheme) if quantizer is not None else None
         if problem is not None and quantizer is not None:
-            raise UnsupportedError(f"method {quantizer.name}: {problem}")
+            raise UnsupportedError(f"method {quantizer.name}: {scheme}: {problem}")
+    unheld = checkpoint.problem((p.scheme for p in layers if p.scheme is not None), model.dtype)
+    if unheld is not None:
+        raise UnsupportedError(unheld)
     notes = [f"{names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "") + f": {reason}" for reason, names in changed.items()]
     return tuple(layers), notes
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from qforge import numerics
-from qforge.ops.native import NativeDense, NativeKernel, instruction_sets
+from qforge.ops.native import NativeDense, instruction_sets
+from qforge.ops.select import choose
 from qforge.scheme import parse
 
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
@@ -48,8 +49,9 @@ def products(name: str, weight: torch.Tensor, threads: int) -> list[Callable[[to
     if name in DENSE:
         dense, stored = NativeDense(threads), weight.to(DENSE[name])
         return [lambda x, t=t: dense.run(x, t) for t in [dense.prepack(stored) for _ in range(copies(stored.nbytes))]]
-    kernel, scheme = NativeKernel(threads), parse(name)
-    q = numerics.quantize(weight, scheme, *numerics.minmax_parameters(weight, scheme))
+    scheme = parse(name)
+    kernel = choose(scheme, (weight.shape[0], weight.shape[1]), threads=threads).kernel
+    q = numerics.quantize(weight, scheme, *numerics.minmax_parameters(weight, scheme), upper=numerics.super_scales(weight, scheme))
     return [lambda x, p=p: kernel.run(x, p) for p in [kernel.prepack(q) for _ in range(copies(weight.numel() * scheme.bits // 8))]]
 
 
@@ -72,13 +74,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out-features", type=int, default=2048)
     parser.add_argument("--in-features", type=int, default=2048)
-    parser.add_argument("--scheme", action="append", help="repeatable; default int4-g128-sym and int8-g128-sym")
+    parser.add_argument("--scheme", action="append", help="repeatable; default int4-g128-sym, int8-channel-sym, w8a8-int8, fp8-dynamic and nf4")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = measure(args.threads, args.out_features, args.in_features, args.scheme or ["int4-g128-sym", "int8-g128-sym"])
+    rows = measure(args.threads, args.out_features, args.in_features, args.scheme or ["int4-g128-sym", "int8-channel-sym", "w8a8-int8", "fp8-dynamic", "nf4"])
     print(f"{args.out_features} x {args.in_features}, {args.threads} thread(s), {instruction_sets()[0]}; torch {torch.__version__}")
     for r in rows:
-        print(f"{r['weights']:14s} {r['rows']:4d} rows {r['microseconds']:10.0f} us {r['gmac_per_second']:7.1f} GMAC/s")
+        print(f"{r['weights']:16s} {r['rows']:4d} rows {r['microseconds']:10.0f} us {r['gmac_per_second']:7.1f} GMAC/s")
     if args.json:
         args.json.write_text(json.dumps({"threads": args.threads, "shape": [args.out_features, args.in_features], "rows": rows}, indent=1) + "\n")
 

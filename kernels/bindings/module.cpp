@@ -29,14 +29,19 @@ NB_MODULE(_native, m) {
         .value("INT8", Format::INT8)
         .value("F32", Format::F32)
         .value("F16", Format::F16)
-        .value("BF16", Format::BF16);
+        .value("BF16", Format::BF16)
+        .value("BOOK4", Format::BOOK4)
+        .value("E4M3", Format::E4M3);
     nb::class_<Weight>(m, "Weight")
         .def(
             "__init__",
-            [](Weight *self, Format format, int64_t columns, int64_t blocks, int64_t block_k, uintptr_t codes, uintptr_t scales, uintptr_t zeros, uintptr_t bias) {
-                new (self) Weight{format, columns, blocks, block_k, pointer<const uint8_t>(codes), pointer<const float>(scales), pointer<const uint8_t>(zeros), pointer<const float>(bias)};
+            [](Weight *self, Format format, int64_t columns, int64_t blocks, int64_t block_k, int64_t run, uintptr_t codes, uintptr_t scales, uintptr_t zeros, uintptr_t book,
+               uintptr_t bias) {
+                new (self) Weight{format, columns, blocks, block_k, run, pointer<const uint8_t>(codes), pointer<const float>(scales), pointer<const uint8_t>(zeros),
+                                  pointer<const float>(book), pointer<const float>(bias)};
             },
-            nb::arg("format"), nb::arg("columns"), nb::arg("blocks"), nb::arg("block_k"), nb::arg("codes"), nb::arg("scales"), nb::arg("zeros"), nb::arg("bias"));
+            nb::arg("format"), nb::arg("columns"), nb::arg("blocks"), nb::arg("block_k"), nb::arg("run"), nb::arg("codes"), nb::arg("scales"), nb::arg("zeros"), nb::arg("book"),
+            nb::arg("bias"));
     nb::enum_<Activation>(m, "Activation").value("SILU", Activation::SILU).value("GELU_TANH", Activation::GELU_TANH);
     nb::class_<Cache>(m, "Cache")
         .def(
@@ -56,6 +61,13 @@ NB_MODULE(_native, m) {
                 self.linear(weight, pointer<const float>(x), rows, x_stride, pointer<float>(y), y_stride);
             },
             nb::arg("weight"), nb::arg("x"), nb::arg("rows"), nb::arg("x_stride"), nb::arg("y"), nb::arg("y_stride"), nb::call_guard<nb::gil_scoped_release>());
+    context.def(
+        "linear_int8",
+        [](Context &self, const Weight &weight, uintptr_t x, int64_t rows, int64_t x_stride, float static_scale, uintptr_t y, int64_t y_stride) {
+            self.linear_int8(weight, pointer<const float>(x), rows, x_stride, static_scale, pointer<float>(y), y_stride);
+        },
+        nb::arg("weight"), nb::arg("x"), nb::arg("rows"), nb::arg("x_stride"), nb::arg("static_scale"), nb::arg("y"), nb::arg("y_stride"),
+        nb::call_guard<nb::gil_scoped_release>());
     context.def(
         "norm",
         [](Context &self, uintptr_t x, uintptr_t weight, uintptr_t y, int64_t rows, int64_t width, float eps) {

@@ -19,13 +19,14 @@ std::vector<std::string> Context::instruction_sets() {
     return found;
 }
 
-Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa), piece_(linear_portable), layers_(&layers_portable), scratch_(threads), scratch_floats_(threads, 0) {
+Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa), piece_(linear_portable), layers_(&layers_portable), integer_(&integer_portable), scratch_(threads), scratch_floats_(threads, 0) {
     const auto sets = instruction_sets();
     if (std::find(sets.begin(), sets.end(), isa) == sets.end()) throw std::invalid_argument("this CPU does not run the instruction set " + isa);
 #ifdef QFORGE_HAVE_AVX2
     if (isa == "avx2") {
         piece_ = linear_avx2;
         layers_ = &layers_avx2;
+        integer_ = &integer_avx2;
     }
 #endif
 }
@@ -38,36 +39,6 @@ float *Context::scratch(int thread, int64_t floats) {
         scratch_floats_[thread] = floats;
     }
     return scratch_[thread].get();
-}
-
-void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride) {
-    struct Job {
-        LinearPiece run;
-        Piece whole;
-        int64_t row_step, tile_step, tile_tasks;
-        std::vector<Scratch> *scratch;
-    };
-    const std::lock_guard<std::mutex> turn(turn_);
-    const int64_t tiles = weight.tiles();
-    const bool few = rows <= 2 * kFewRows;  // twice through packed weights is still faster than a panel that only 8 rows share: 1060 against 1220 us at 2048 x 2048
-    const int64_t row_chunks = (rows + kRowChunk - 1) / kRowChunk;
-    const int64_t row_step = few ? (rows <= kFewRows ? rows : (rows + 1) / 2) : (((rows + row_chunks - 1) / row_chunks) + 5) / 6 * 6;  // whole register tiles, nearly equal pieces
-    const int64_t tile_step = few ? std::max<int64_t>(2, tiles / (threads() * 16) / 2 * 2) : kWideTiles;
-    const int64_t tile_tasks = (tiles + tile_step - 1) / tile_step, row_tasks = rows ? (rows + row_step - 1) / row_step : 0;
-    for (int t = 0; !few && t < threads(); ++t) scratch(t, scratch_floats(weight));
-    Job job{piece_, {&weight, x, y, x_stride, y_stride, 0, rows, 0, tiles}, row_step, tile_step, tile_tasks, &scratch_};
-    pool_.run(
-        static_cast<int>(tile_tasks * row_tasks),
-        [](void *context, int task, int thread) {
-            const auto &j = *static_cast<Job *>(context);
-            Piece p = j.whole;
-            p.row = task / j.tile_tasks * j.row_step;
-            p.row_end = std::min(p.row + j.row_step, j.whole.row_end);
-            p.tile = task % j.tile_tasks * j.tile_step;
-            p.tile_end = std::min(p.tile + j.tile_step, j.whole.tile_end);
-            j.run(p, (*j.scratch)[thread].get());
-        },
-        &job);
 }
 
 // Calls run(first, end) for pieces of [0, rows), at least `least` rows each: a piece must be worth the hand-over to another thread.
@@ -86,6 +57,49 @@ void Context::split_rows(int64_t rows, int64_t least, const F &run) {
             (*j.run)(task * j.step, std::min(j.rows, (task + 1) * j.step));
         },
         &job);
+}
+
+// Calls run(row, row_end, tile, tile_end, thread) for pieces of a product; scratch_floats: what each thread needs for many rows.
+template <typename F>
+void Context::split_product(const Weight &weight, int64_t rows, int64_t scratch_floats, const F &run) {
+    struct Job {
+        const F *run;
+        int64_t rows, tiles, row_step, tile_step, tile_tasks;
+    };
+    const int64_t tiles = weight.tiles();
+    const bool few = rows <= 2 * kFewRows;  // twice through packed weights is still faster than a panel that only 8 rows share: 1060 against 1220 us at 2048 x 2048
+    const int64_t row_chunks = (rows + kRowChunk - 1) / kRowChunk;
+    const int64_t row_step = few ? (rows <= kFewRows ? rows : (rows + 1) / 2) : (((rows + row_chunks - 1) / row_chunks) + 5) / 6 * 6;  // whole register tiles, nearly equal pieces
+    const int64_t tile_step = few ? std::max<int64_t>(2, tiles / (threads() * 16) / 2 * 2) : kWideTiles;
+    const int64_t tile_tasks = (tiles + tile_step - 1) / tile_step, row_tasks = rows ? (rows + row_step - 1) / row_step : 0;
+    for (int t = 0; !few && t < threads(); ++t) scratch(t, scratch_floats);
+    Job job{&run, rows, tiles, row_step, tile_step, tile_tasks};
+    pool_.run(
+        static_cast<int>(tile_tasks * row_tasks),
+        [](void *context, int task, int thread) {
+            const auto &j = *static_cast<Job *>(context);
+            const int64_t row = task / j.tile_tasks * j.row_step, tile = task % j.tile_tasks * j.tile_step;
+            (*j.run)(row, std::min(row + j.row_step, j.rows), tile, std::min(tile + j.tile_step, j.tiles), thread);
+        },
+        &job);
+}
+
+void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride) {
+    const std::lock_guard<std::mutex> turn(turn_);
+    split_product(weight, rows, scratch_floats(weight), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
+        piece_({&weight, x, y, x_stride, y_stride, row, row_end, tile, tile_end}, scratch_[thread].get());
+    });
+}
+
+void Context::linear_int8(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float static_scale, float *y, int64_t y_stride) {
+    const std::lock_guard<std::mutex> turn(turn_);
+    codes_.resize(static_cast<size_t>(rows * weight.inputs()));
+    row_scales_.resize(static_cast<size_t>(rows));
+    const RoundedRows rounded{x, x_stride, weight.inputs(), static_scale, codes_.data(), row_scales_.data()};
+    split_rows(rows, 1 + 8192 / weight.inputs(), [&](int64_t first, int64_t end) { integer_->round_rows(rounded, first, end); });
+    split_product(weight, rows, integer_scratch_words(weight), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
+        integer_->piece({&weight, codes_.data(), row_scales_.data(), y, y_stride, row, row_end, tile, tile_end}, reinterpret_cast<int32_t *>(scratch_[thread].get()));
+    });
 }
 
 void Context::norm(const NormRows &n, int64_t rows) {

@@ -10,23 +10,40 @@ struct Columns {  // 16 columns of one input, or 16 partial sums
     __m256 lo, hi;
 };
 
-struct Zeros {
+// What codes are read against: the zero points of 16 columns, or both halves of the book
+struct Key {
     __m256i lo, hi;
 };
 
 constexpr bool has_zeros(Format f) { return f == Format::INT4 || f == Format::INT8; }
 
 template <Format F>
-inline Zeros load_zeros(const Weight &w, int64_t tile, int64_t block) {
+inline Key load_key(const Weight &w, int64_t tile, int64_t block) {
+    if constexpr (F == Format::BOOK4) return {_mm256_castps_si256(_mm256_loadu_ps(w.book)), _mm256_castps_si256(_mm256_loadu_ps(w.book + 8))};
     if constexpr (!has_zeros(F)) return {_mm256_setzero_si256(), _mm256_setzero_si256()};
     const uint8_t *z = w.zeros + (tile * w.blocks + block) * kTile;
     const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i *>(z));
     return {_mm256_cvtepu8_epi32(v), _mm256_cvtepu8_epi32(_mm_srli_si128(v, 8))};
 }
 
-// code - zero of input J of a chunk, exact in fp32
+// code c at bits [kShift, kShift + 4) of each lane -> book[c]
+template <int kShift>
+inline __m256 look_up(__m256i lanes, const Key &book) {
+    const __m256i index = _mm256_srli_epi32(lanes, kShift);  // of which permutes read three bits
+    const __m256 lower = _mm256_permutevar8x32_ps(_mm256_castsi256_ps(book.lo), index), upper = _mm256_permutevar8x32_ps(_mm256_castsi256_ps(book.hi), index);
+    return _mm256_blendv_ps(lower, upper, _mm256_castsi256_ps(_mm256_slli_epi32(lanes, 28 - kShift)));
+}
+
+// the e4m3 float at bits [kShift, kShift + 8) of each lane: its sign, exponent and mantissa where fp32 has them, and the difference of both exponents' biases
+template <int kShift>
+inline __m256 widen_e4m3(__m256i lanes) {
+    const __m256i bits = _mm256_and_si256(_mm256_srai_epi32(_mm256_slli_epi32(lanes, 24 - kShift), 4), _mm256_set1_epi32(static_cast<int>(0x87F00000u)));
+    return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
+}
+
+// what input J of a chunk stands for before it is scaled, exact in fp32
 template <Format F, int J>
-inline Columns unpack(const uint8_t *chunk, const Zeros &z) {
+inline Columns unpack(const uint8_t *chunk, const Key &key) {
     if constexpr (has_zeros(F)) {
         constexpr int kShift = F == Format::INT4 ? (J % 4) * 8 + (J / 4) * 4 : (J % 4) * 8;
         constexpr int kMask = F == Format::INT4 ? 15 : 255;
@@ -34,7 +51,15 @@ inline Columns unpack(const uint8_t *chunk, const Zeros &z) {
         const __m256i mask = _mm256_set1_epi32(kMask);
         const __m256i lo = _mm256_and_si256(_mm256_srli_epi32(_mm256_loadu_si256(p), kShift), mask);
         const __m256i hi = _mm256_and_si256(_mm256_srli_epi32(_mm256_loadu_si256(p + 1), kShift), mask);
-        return {_mm256_cvtepi32_ps(_mm256_sub_epi32(lo, z.lo)), _mm256_cvtepi32_ps(_mm256_sub_epi32(hi, z.hi))};
+        return {_mm256_cvtepi32_ps(_mm256_sub_epi32(lo, key.lo)), _mm256_cvtepi32_ps(_mm256_sub_epi32(hi, key.hi))};
+    } else if constexpr (F == Format::BOOK4) {
+        constexpr int kShift = (J % 4) * 8 + (J / 4) * 4;
+        const auto *p = reinterpret_cast<const __m256i *>(chunk);
+        return {look_up<kShift>(_mm256_loadu_si256(p), key), look_up<kShift>(_mm256_loadu_si256(p + 1), key)};
+    } else if constexpr (F == Format::E4M3) {
+        constexpr int kShift = (J % 4) * 8;
+        const auto *p = reinterpret_cast<const __m256i *>(chunk + (J / 4) * 64);
+        return {widen_e4m3<kShift>(_mm256_loadu_si256(p)), widen_e4m3<kShift>(_mm256_loadu_si256(p + 1))};
     } else if constexpr (F == Format::F32) {
         const auto *p = reinterpret_cast<const float *>(chunk) + J * kTile;
         return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
@@ -75,9 +100,9 @@ void store(const Weight &w, int64_t tile, const Columns &total, float *y) {
 }
 
 template <Format F, int R, int T, int J>
-inline void multiply_input(Columns (&part)[R][T], const uint8_t *const (&chunk)[T], const Zeros (&zeros)[T], const float *const (&x)[R], int64_t k) {
+inline void multiply_input(Columns (&part)[R][T], const uint8_t *const (&chunk)[T], const Key (&keys)[T], const float *const (&x)[R], int64_t k) {
     Columns w[T];
-    for (int t = 0; t < T; ++t) w[t] = unpack<F, J>(chunk[t], zeros[t]);
+    for (int t = 0; t < T; ++t) w[t] = unpack<F, J>(chunk[t], keys[t]);
     for (int r = 0; r < R; ++r) {
         const __m256 v = _mm256_broadcast_ss(x[r] + k + J);
         for (int t = 0; t < T; ++t) {
@@ -101,20 +126,20 @@ void few_rows(const Piece &p, int64_t row, int64_t tile) {
         for (int t = 0; t < T; ++t) total[r][t] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
     for (int64_t b = 0, k = 0; b < w.blocks; ++b) {
         Columns part[R][T];
-        Zeros zeros[T];
+        Key keys[T];
         for (int t = 0; t < T; ++t) {
-            zeros[t] = load_zeros<F>(w, tile + t, b);
+            keys[t] = load_key<F>(w, tile + t, b);
             for (int r = 0; r < R; ++r) part[r][t] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
         }
         for (int64_t c = 0; c < chunks; ++c, k += 8) {
-            multiply_input<F, R, T, 0>(part, chunk, zeros, x, k);
-            multiply_input<F, R, T, 1>(part, chunk, zeros, x, k);
-            multiply_input<F, R, T, 2>(part, chunk, zeros, x, k);
-            multiply_input<F, R, T, 3>(part, chunk, zeros, x, k);
-            multiply_input<F, R, T, 4>(part, chunk, zeros, x, k);
-            multiply_input<F, R, T, 5>(part, chunk, zeros, x, k);
-            multiply_input<F, R, T, 6>(part, chunk, zeros, x, k);
-            multiply_input<F, R, T, 7>(part, chunk, zeros, x, k);
+            multiply_input<F, R, T, 0>(part, chunk, keys, x, k);
+            multiply_input<F, R, T, 1>(part, chunk, keys, x, k);
+            multiply_input<F, R, T, 2>(part, chunk, keys, x, k);
+            multiply_input<F, R, T, 3>(part, chunk, keys, x, k);
+            multiply_input<F, R, T, 4>(part, chunk, keys, x, k);
+            multiply_input<F, R, T, 5>(part, chunk, keys, x, k);
+            multiply_input<F, R, T, 6>(part, chunk, keys, x, k);
+            multiply_input<F, R, T, 7>(part, chunk, keys, x, k);
             for (int t = 0; t < T; ++t) chunk[t] += chunk_bytes(F);
         }
         for (int t = 0; t < T; ++t) {
@@ -141,8 +166,8 @@ void few_rows_any(const Piece &p) {
 }
 
 template <Format F, int J>
-inline void unpack_to(const uint8_t *chunk, const Zeros &z, float *panel) {
-    const Columns w = unpack<F, J>(chunk, z);
+inline void unpack_to(const uint8_t *chunk, const Key &key, float *panel) {
+    const Columns w = unpack<F, J>(chunk, key);
     _mm256_store_ps(panel + J * kTile, w.lo);
     _mm256_store_ps(panel + J * kTile + 8, w.hi);
 }
@@ -151,16 +176,16 @@ template <Format F>
 void unpack_block(const Weight &w, int64_t tile, int64_t block, float *panel) {
     const int64_t chunks = w.block_k / 8;
     const uint8_t *chunk = w.codes + (tile * w.blocks + block) * chunks * chunk_bytes(F);
-    const Zeros z = load_zeros<F>(w, tile, block);
+    const Key key = load_key<F>(w, tile, block);
     for (int64_t c = 0; c < chunks; ++c, chunk += chunk_bytes(F), panel += 8 * kTile) {
-        unpack_to<F, 0>(chunk, z, panel);
-        unpack_to<F, 1>(chunk, z, panel);
-        unpack_to<F, 2>(chunk, z, panel);
-        unpack_to<F, 3>(chunk, z, panel);
-        unpack_to<F, 4>(chunk, z, panel);
-        unpack_to<F, 5>(chunk, z, panel);
-        unpack_to<F, 6>(chunk, z, panel);
-        unpack_to<F, 7>(chunk, z, panel);
+        unpack_to<F, 0>(chunk, key, panel);
+        unpack_to<F, 1>(chunk, key, panel);
+        unpack_to<F, 2>(chunk, key, panel);
+        unpack_to<F, 3>(chunk, key, panel);
+        unpack_to<F, 4>(chunk, key, panel);
+        unpack_to<F, 5>(chunk, key, panel);
+        unpack_to<F, 6>(chunk, key, panel);
+        unpack_to<F, 7>(chunk, key, panel);
     }
 }
 
@@ -248,6 +273,8 @@ void linear_avx2(const Piece &piece, float *scratch) {
         case Format::F32: return any_rows<Format::F32>(piece, scratch);
         case Format::F16: return any_rows<Format::F16>(piece, scratch);
         case Format::BF16: return any_rows<Format::BF16>(piece, scratch);
+        case Format::BOOK4: return any_rows<Format::BOOK4>(piece, scratch);
+        case Format::E4M3: return any_rows<Format::E4M3>(piece, scratch);
     }
 }
 

@@ -19,10 +19,21 @@ float half_to_float(uint16_t h) {
     return f;
 }
 
-// code - zero (or the weight itself) of input j of a chunk and one column
-float unpack(Format format, const uint8_t *chunk, int j, int column, int zero) {
-    if (format == Format::INT4) return static_cast<float>(((chunk[column * 4 + j % 4] >> (j / 4 * 4)) & 15) - zero);
+float e4m3_to_float(uint8_t v) {
+    const int exponent = (v >> 3) & 15, mantissa = v & 7;
+    const float magnitude = exponent ? std::ldexp(1.0f + static_cast<float>(mantissa) / 8, exponent - 7) : std::ldexp(static_cast<float>(mantissa), -9);
+    return v & 128 ? -magnitude : magnitude;
+}
+
+// what input j of a chunk and one column stands for, before it is scaled
+float unpack(const Weight &w, const uint8_t *chunk, int j, int column, int zero) {
+    const Format format = w.format;
+    if (format == Format::INT4 || format == Format::BOOK4) {
+        const int code = (chunk[column * 4 + j % 4] >> (j / 4 * 4)) & 15;
+        return format == Format::BOOK4 ? w.book[code] : static_cast<float>(code - zero);
+    }
     if (format == Format::INT8) return static_cast<float>(chunk[j / 4 * 64 + column * 4 + j % 4] - zero);
+    if (format == Format::E4M3) return e4m3_to_float(chunk[j / 4 * 64 + column * 4 + j % 4]);
     float f;
     if (format == Format::F32) {
         std::memcpy(&f, chunk + (j * kTile + column) * 4, 4);
@@ -47,7 +58,7 @@ void one_tile(const Piece &p, int64_t row, int64_t tile) {
         for (int64_t c = 0; c < chunks; ++c)
             for (int j = 0; j < 8; ++j)
                 for (int n = 0; n < kTile; ++n) {
-                    const float v = unpack(w.format, w.codes + (at * chunks + c) * bytes, j, n, w.zeros ? w.zeros[at * kTile + n] : 0);
+                    const float v = unpack(w, w.codes + (at * chunks + c) * bytes, j, n, w.zeros ? w.zeros[at * kTile + n] : 0);
                     part[n] = std::fma(x[b * w.block_k + c * 8 + j], v, part[n]);
                 }
         for (int n = 0; n < kTile; ++n) total[n] = w.scales ? std::fma(w.scales[at * kTile + n], part[n], total[n]) : total[n] + part[n];

@@ -1,6 +1,6 @@
-"""The native CPU kernels: packed integer weights, or dense ones, times fp32 activations.
+"""The native CPU kernels: packed weights (integers, 8-bit floats, 4-bit code books) or dense ones times fp32 activations; packed integers times activations rounded to int8.
 
-A row's result is equal bit for bit whatever other rows are in the batch, and for any number of threads (kernels/include/qforge/linear.h says how sums are ordered).
+A row's result is equal bit for bit whatever other rows are in the batch, and for any number of threads (kernels/include/qforge/linear.h and integer.h say how sums are ordered).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from qforge import numerics
 from qforge.ops.packing import Tiles, pack_dense, pack_quantized
 from qforge.qlinear import QuantizedLinear
-from qforge.scheme import Per, Scheme, Symmetry
+from qforge.scheme import Number, Per, Scheme, Symmetry
 
+LONGEST_RUN = 65536  # inputs, kLongestRun of integer.h
 _log = logging.getLogger(__name__)
 
 
@@ -71,26 +72,30 @@ def _packed(tiles: Tiles, bias: torch.Tensor | None, scheme: Scheme | None = Non
     native = module()
     assert native is not None, missing()
     bias = None if bias is None else bias.float().contiguous()
-    addresses = [0 if t is None else t.data_ptr() for t in (tiles.codes, tiles.scales, tiles.zeros, bias)]
-    view = native.Weight(getattr(native.Format, tiles.format), tiles.out_features, tiles.blocks, tiles.block_k, *addresses)
+    addresses = [0 if t is None else t.data_ptr() for t in (tiles.codes, tiles.scales, tiles.zeros, tiles.book, bias)]
+    view = native.Weight(getattr(native.Format, tiles.format), tiles.out_features, tiles.blocks, tiles.block_k, tiles.run, *addresses)
     return Packed(tiles, bias, view, scheme, input_scale)
+
+
+def _inputs(x: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """`x [T, I]` fp32 as a kernel reads it: inputs in packed order, each row contiguous."""
+    assert x.dtype == torch.float32, x.dtype
+    assert x.shape[1:] == (packed.tiles.in_features,), (x.shape, packed.tiles.in_features)
+    if packed.tiles.gather is not None:
+        return torch.nn.functional.pad(x, (0, 1)).index_select(1, packed.tiles.gather)
+    return x.contiguous() if x.stride(1) != 1 or (x.shape[0] > 1 and x.stride(0) < x.shape[1]) else x
 
 
 def _product(runner: Any, x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """`x [T, I]` fp32 -> `[T, O]` fp32."""
-    assert x.dtype == torch.float32, x.dtype
-    assert x.shape[1:] == (packed.tiles.in_features,), (x.shape, packed.tiles.in_features)
-    if packed.tiles.gather is not None:
-        x = torch.nn.functional.pad(x, (0, 1)).index_select(1, packed.tiles.gather)
-    elif x.stride(1) != 1 or (x.shape[0] > 1 and x.stride(0) < x.shape[1]):
-        x = x.contiguous()
+    x = _inputs(x, packed)
     y = x.new_empty(x.shape[0], packed.tiles.out_features)
     runner.linear(packed.view, x.data_ptr(), x.shape[0], x.stride(0), y.data_ptr(), packed.tiles.out_features)
     return y
 
 
 class NativeKernel:
-    """Integer codes stay packed; they are unpacked in registers (few rows) or once into a panel in cache (many rows). Activations stay fp32."""
+    """Codes stay packed; they are unpacked in registers (few rows) or once into a panel in cache (many rows). Activations are fp32, rounded before where the scheme says so."""
 
     name = "native"
 
@@ -98,11 +103,11 @@ class NativeKernel:
         self._threads, self._isa = threads, isa
 
     def supports(self, scheme: Scheme, shape: tuple[int, int], device: str) -> str | None:
-        """Integers of up to 8 bits with or without zero points; every shape (see `Kernel.supports`)."""
+        """Integers of up to 8 bits with or without zero points, e4m3 floats, 4-bit code books; every shape (see `Kernel.supports`)."""
         if device != "cpu":
             return f"it runs on the CPU, not on {device}"
-        if not scheme.number.is_int:
-            return f"it multiplies integer codes, not {scheme.number}"
+        if scheme.number is Number.FP8_E5M2:
+            return f"it unpacks integers, fp8-e4m3 and 4-bit code books, not {scheme.number}"
         if scheme.symmetry is Symmetry.OFFSET:
             return "it has integer zero points, not real offsets"
         if scheme.activations is not None and scheme.activations.granularity.per is Per.TENSOR and not scheme.activations.static:
@@ -118,6 +123,40 @@ class NativeKernel:
         if packed.scheme is not None and packed.scheme.activations is not None:
             x = numerics.quantize_activations(x, packed.scheme, packed.input_scale)
         return _product(context(self._threads, self._isa), x, packed)
+
+
+class NativeInt8:
+    """Both sides integers: activations rounded to int8 by row, packed integer weights, products summed exactly in int32 (kernels/include/qforge/integer.h)."""
+
+    name = "native-int8"
+
+    def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
+        self._threads, self._isa = threads, isa
+
+    def supports(self, scheme: Scheme, shape: tuple[int, int], device: str) -> str | None:
+        """Integer weights with or without zero points, int8 activations with a scale by token or a static one; every shape up to 65,536 inputs (see `Kernel.supports`)."""
+        if device != "cpu":
+            return f"it runs on the CPU, not on {device}"
+        a = scheme.activations
+        if not scheme.number.is_int or scheme.symmetry is Symmetry.OFFSET:
+            return f"it multiplies integers, not {scheme.number}-{scheme.symmetry}"
+        if a is None or a.number is not Number.INT8 or not (a.granularity.per is Per.TOKEN or a.static):
+            return "it takes activations as int8 with a scale by token or a static one"
+        if shape[1] > LONGEST_RUN:
+            return f"more than {LONGEST_RUN} products might overflow a sum in int32"
+        return missing()
+
+    def prepack(self, q: QuantizedLinear) -> Packed:
+        """As `NativeKernel` has it."""
+        return _packed(pack_quantized(q), q.bias, q.scheme, q.input_scale)
+
+    def run(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """`x [T, I]` fp32 -> `[T, O]` fp32."""
+        x = _inputs(x, packed)
+        y = x.new_empty(x.shape[0], packed.tiles.out_features)
+        static = 0.0 if packed.input_scale is None else float(packed.input_scale)
+        context(self._threads, self._isa).linear_int8(packed.view, x.data_ptr(), x.shape[0], x.stride(0), static, y.data_ptr(), packed.tiles.out_features)
+        return y
 
 
 class NativeDense:

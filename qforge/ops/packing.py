@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qforge.numerics import code_book
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Per
 
@@ -22,11 +23,13 @@ class Tiles:
     """A packed weight.
 
     Attributes:
-        format: `INT4`, `INT8`, `F32`, `F16` or `BF16`.
-        codes: uint8 (or the float dtype), contiguous; shape for integers `[N, C, bytes]`, for floats `[N, padded I, 16]`.
-        scales: `[N, B, 16]` fp32, None for floats.
-        zeros: `[N, B, 16]` uint8, None for floats.
+        format: `INT4`, `INT8`, `BOOK4`, `E4M3`, `F32`, `F16` or `BF16`.
+        codes: uint8 (or the float dtype), contiguous; shape for codes `[N, C, bytes]`, for dense weights `[N, padded I, 16]`.
+        scales: `[N, B, 16]` fp32, None for dense weights.
+        zeros: `[N, B, 16]` uint8 for integers, else None.
+        book: `[16]` fp32, what the codes of BOOK4 stand for, else None.
         blocks, block_k: B and K; the kernel's input has B x K columns.
+        run: so many blocks one after the other have the same scales and zeros.
         gather: `[B x K]` int64, where each packed input comes from in `x` with one zero column appended; None if `x` is taken as it is.
     """
 
@@ -39,6 +42,8 @@ class Tiles:
     scales: torch.Tensor | None
     zeros: torch.Tensor | None
     gather: torch.Tensor | None
+    run: int = 1
+    book: torch.Tensor | None = None
 
 
 def block_length(group: int) -> int:
@@ -49,21 +54,34 @@ def block_length(group: int) -> int:
 
 
 def pack_quantized(q: QuantizedLinear) -> Tiles:
-    """Pack integer codes `[O, I]` (up to 8 bits, symmetric or with zero points; per tensor, channel, group or block; any group index)."""
-    out_features, in_features = q.out_features, q.in_features
+    """Pack codes `[O, I]`: integers up to 8 bits, symmetric or with zero points; e4m3 floats; indices into a book of 16. Per tensor, channel, group or block; any group index."""
+    in_features, number = q.in_features, q.scheme.number
     order, scale_of_block, block_k = _blocks(q)
-    bias = 0 if q.zeros is not None else 1 << (7 if q.scheme.bits > 4 else 3)
-    codes = torch.nn.functional.pad((q.codes.to(torch.int16) + bias).to(torch.uint8), (0, 1))[:, order]
     rows = _rows_of_scales(q)
     scales = q.scales[rows][:, scale_of_block]
-    zeros = torch.full_like(scales, bias, dtype=torch.uint8) if q.zeros is None else q.zeros[rows][:, scale_of_block]
-    padding = (order == in_features).view(1, -1, block_k)
-    codes = torch.where(padding, zeros.unsqueeze(-1), codes.view(out_features, -1, block_k)).view(out_features, -1)
+    codes, zeros = _codes_of_integers(q, order, rows, scale_of_block, block_k) if number.is_int else (torch.nn.functional.pad(q.codes, (0, 1))[:, order], None)
     identity = len(order) == in_features and bool((order == torch.arange(in_features)).all())
+    wide = q.scheme.bits > 4
     return Tiles(
-        "INT8" if q.scheme.bits > 4 else "INT4", out_features, in_features, len(scale_of_block), block_k,
-        _interleave(_by_tile(codes), q.scheme.bits > 4), _by_tile(scales).transpose(1, 2).contiguous(), _by_tile(zeros).transpose(1, 2).contiguous(), None if identity else order,
+        "INT8" if number.is_int and wide else "INT4" if number.is_int else "E4M3" if wide else "BOOK4", q.out_features, in_features, len(scale_of_block), block_k,
+        _interleave(_by_tile(codes), wide), _by_tile(scales).transpose(1, 2).contiguous(), None if zeros is None else _by_tile(zeros).transpose(1, 2).contiguous(),
+        None if identity else order, _run(scale_of_block), None if number.is_int or wide else code_book(number),
     )  # fmt: skip
+
+
+def _codes_of_integers(q: QuantizedLinear, order: torch.Tensor, rows: torch.Tensor, scale_of_block: torch.Tensor, block_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unsigned codes `[O, B x K]`, padding equal to the zero point, and zero points `[O, B]`."""
+    bias = 0 if q.zeros is not None else 1 << (7 if q.scheme.bits > 4 else 3)
+    codes = torch.nn.functional.pad((q.codes.to(torch.int16) + bias).to(torch.uint8), (0, 1))[:, order]
+    zeros = torch.full((q.out_features, len(scale_of_block)), bias, dtype=torch.uint8) if q.zeros is None else q.zeros[rows][:, scale_of_block]
+    padding = (order == q.in_features).view(1, -1, block_k)
+    return torch.where(padding, zeros.unsqueeze(-1), codes.view(q.out_features, -1, block_k)).view(q.out_features, -1), zeros
+
+
+def _run(scale_of_block: torch.Tensor) -> int:
+    """How many neighbouring blocks share a scale, where that is the same number all along; else 1."""
+    counts = torch.bincount(scale_of_block)
+    return int(counts[0]) if bool((counts == counts[0]).all()) else 1
 
 
 def pack_dense(weight: torch.Tensor) -> Tiles:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qforge.ops.kernel import Kernel
-from qforge.ops.native import NativeKernel
+from qforge.ops.native import NativeInt8, NativeKernel
 from qforge.ops.reference import ReferenceKernel
 from qforge.scheme import Scheme
 
@@ -24,13 +24,15 @@ class Choice:
 
 def kernels(threads: int | None = None) -> list[Kernel]:
     """Every kernel, fastest first; the last one runs everything."""
-    return [NativeKernel(threads), ReferenceKernel()]
+    return [NativeInt8(threads), NativeKernel(threads), ReferenceKernel()]
 
 
 def choose(scheme: Scheme, shape: tuple[int, int], device: str = "cpu", threads: int | None = None) -> Choice:
     """The fastest kernel for a weight `[O, I]` of this scheme on this device. Needs no weights, so that `inspect` can ask before loading."""
     passed_over: list[tuple[str, str]] = []
     for kernel in kernels(threads):
+        if isinstance(kernel, NativeInt8) and scheme.activations is None:
+            continue  # not a faster way to the same result
         reason = kernel.supports(scheme, shape, device)
         if reason is None:
             return Choice(kernel, tuple(passed_over))

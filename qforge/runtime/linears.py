@@ -73,11 +73,14 @@ def _concatenate(weights: Sequence[QuantizedLinear | Dense]) -> QuantizedLinear 
             return None
         return Dense(torch.cat([w.weight for w in dense]), _join_biases([w.bias for w in dense], [len(w.weight) for w in dense]))
     same = [w for w in weights if isinstance(w, QuantizedLinear) and w.scheme == first.scheme and _equal(w.group_index, first.group_index)]
-    if len(same) < len(weights) or first.scheme.granularity.per not in (Per.CHANNEL, Per.GROUP) or any(w.input_scale is not None for w in same):
+    same = [w for w in same if _equal(w.input_scale, first.input_scale)]
+    if len(same) < len(weights) or first.scheme.granularity.per not in (Per.CHANNEL, Per.GROUP):
         return None
     zeros = None if first.zeros is None else torch.cat([w.zeros for w in same if w.zeros is not None])
     bias = _join_biases([w.bias for w in same], [w.out_features for w in same])
-    return QuantizedLinear(first.scheme, torch.cat([w.codes for w in same]), torch.cat([w.scales for w in same]), zeros, first.group_index, bias=bias)
+    return QuantizedLinear(
+        first.scheme, torch.cat([w.codes for w in same]), torch.cat([w.scales for w in same]), zeros, first.group_index, input_scale=first.input_scale, bias=bias
+    )
 
 
 def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,15 +11,17 @@ from hypothesis import strategies as st
 from tolerances import KERNELS
 
 from qforge import numerics
-from qforge.ops.native import NativeDense, NativeKernel, instruction_sets
-from qforge.ops.select import kernels
+from qforge.ops.native import NativeDense, NativeInt8, NativeKernel, instruction_sets
+from qforge.ops.select import choose, kernels
 from qforge.qlinear import QuantizedLinear
-from qforge.scheme import Symmetry, parse
+from qforge.scheme import Number, Symmetry, parse
 
 SCHEMES = [
     "int4-g8-sym", "int4-g32-asym",
     "int4-g64-sym", "int4-g12-sym", "int4-channel-sym", "int4-channel-asym", "int4-tensor-sym", "int8-g16-asym", "int8-channel-sym", "int8-g128-sym",
-    "int3-g16-sym", "int5-g16-asym@f32", "int6-channel-sym", "int8-block24x16-sym", "int4-g32-offset", "fp8-e4m3-channel", "nf4-g16",
+    "int3-g16-sym", "int5-g16-asym@f32", "int6-channel-sym", "int8-block24x16-sym", "int4-g32-offset", "fp8-e4m3-channel", "nf4-g16", "fp8-e4m3-block24x16", "fp8-e5m2-tensor",
+    "fp4-e2m1-g32@e8m0", "fp4-e2m1-g16@e4m3/tensor:f32", "nf4-g64@u8/g256:f32", "int8-channel-sym+int8-token", "int8-channel-asym+int8-token", "int4-g32-sym+int8-token",
+    "int8-g24-asym+int8-token", "int8-tensor-sym+int8-tensor-static", "fp8-e4m3-channel+fp8-e4m3-token", "fp8-e4m3-tensor+fp8-e4m3-tensor-static", "int8-g16-sym+int8-g16",
 ]  # fmt: skip
 
 
@@ -31,7 +35,17 @@ def _quantized(text: str, out_features: int, groups: int, rest: int, seed: int, 
     if order and scheme.granularity.per == "g":
         index = (torch.arange(in_features) // scheme.granularity.columns)[torch.randperm(in_features, generator=g)].int()
     bias = torch.randn(out_features, generator=g) if seed % 2 else None
-    return numerics.quantize(weight, scheme, scales, zeros, group_index=index, bias=bias)
+    q = numerics.quantize(weight, scheme, scales, zeros, upper=numerics.super_scales(weight, scheme), group_index=index, bias=bias)
+    return replace(q, input_scale=torch.tensor(0.02)) if scheme.activations is not None and scheme.activations.static else q
+
+
+def _native(q: QuantizedLinear) -> bool:
+    return q.scheme.symmetry is not Symmetry.OFFSET and q.scheme.number is not Number.FP8_E5M2
+
+
+def _kernel(q: QuantizedLinear, threads: int, isa: str | None = None) -> NativeInt8 | NativeKernel:
+    """The native kernel that the choice falls on."""
+    return (NativeInt8 if choose(q.scheme, (q.out_features, q.in_features)).kernel.name == "native-int8" else NativeKernel)(threads, isa)
 
 
 problems = st.builds(_quantized, st.sampled_from(SCHEMES), st.integers(1, 70), st.integers(1, 9), st.integers(0, 7), st.integers(0, 1000), st.booleans())
@@ -41,7 +55,8 @@ problems = st.builds(_quantized, st.sampled_from(SCHEMES), st.integers(1, 70), s
 @given(q=problems, rows=st.integers(1, 20), seed=st.integers(0, 1000))
 def test_kernels_agree_with_fp64_where_they_say_yes_and_only_there(q: QuantizedLinear, rows: int, seed: int) -> None:
     x = torch.randn(rows, q.in_features, generator=torch.Generator().manual_seed(seed))
-    wanted = x.double() @ numerics.dequantize(q).double().T + (0 if q.bias is None else q.bias.double())
+    rounded = numerics.quantize_activations(x, q.scheme, q.input_scale).double()
+    wanted = rounded @ numerics.dequantize(q).double().T + (0 if q.bias is None else q.bias.double())
     answers = {}
     for kernel in kernels(2):
         answers[kernel.name] = kernel.supports(q.scheme, (q.out_features, q.in_features), "cpu")
@@ -50,20 +65,19 @@ def test_kernels_agree_with_fp64_where_they_say_yes_and_only_there(q: QuantizedL
             assert y.shape == wanted.shape
             assert y.dtype == torch.float32
             # a sum that cancels has an error relative to its terms, not to itself
-            terms = x.double().norm() * numerics.dequantize(q).double().norm() / q.in_features**0.5
-            assert (y - wanted).norm() <= KERNELS[kernel.name, "fp"] * (wanted.norm() + terms)
+            terms = rounded.norm() * numerics.dequantize(q).double().norm() / q.in_features**0.5
+            assert (y - wanted).norm() <= KERNELS[kernel.name] * (wanted.norm() + terms)
     assert answers["reference"] is None
-    assert (answers["native"] is None) == (q.scheme.number.is_int and q.scheme.symmetry is not Symmetry.OFFSET)
+    assert (answers["native"] is None) == _native(q)
+    assert (answers["native-int8"] is None) == (q.scheme.number.is_int and str(q.scheme).endswith(("+int8-token", "+int8-tensor-static")))
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    q=problems.filter(lambda q: q.scheme.number.is_int and q.scheme.symmetry is not Symmetry.OFFSET), rows=st.integers(1, 230), threads=st.integers(1, 4), seed=st.integers(0, 1000)
-)
+@given(q=problems.filter(_native), rows=st.integers(1, 230), threads=st.integers(1, 4), seed=st.integers(0, 1000))
 def test_a_row_has_the_same_bits_in_any_batch_on_any_threads(q: QuantizedLinear, rows: int, threads: int, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, q.in_features, generator=g)
-    one, many = NativeKernel(1), NativeKernel(threads)
+    one, many = _kernel(q, 1), _kernel(q, threads)
     packed = one.prepack(q)
     whole = many.run(x, packed)
     order = torch.randperm(rows, generator=g)
@@ -73,10 +87,10 @@ def test_a_row_has_the_same_bits_in_any_batch_on_any_threads(q: QuantizedLinear,
 
 
 @settings(max_examples=40, deadline=None)
-@given(q=problems.filter(lambda q: q.scheme.number.is_int and q.scheme.symmetry is not Symmetry.OFFSET), rows=st.integers(1, 14))
+@given(q=problems.filter(_native), rows=st.integers(1, 14))
 def test_instruction_sets_have_the_same_bits(q: QuantizedLinear, rows: int) -> None:
     x = torch.randn(rows, q.in_features, generator=torch.Generator().manual_seed(rows))
-    results = [NativeKernel(1, isa).run(x, NativeKernel(1, isa).prepack(q)) for isa in instruction_sets()]
+    results = [_kernel(q, 1, isa).run(x, _kernel(q, 1, isa).prepack(q)) for isa in instruction_sets()]
     assert all(torch.equal(r, results[0]) for r in results)
 
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "qforge/integer.h"
 #include "qforge/layers.h"
 #include "qforge/linear.h"
 #include "qforge/pool.h"
@@ -24,6 +25,8 @@ class Context {
 
     // y [rows][columns] = x [rows][weight.inputs()] W^T + bias; x_stride and y_stride in floats
     void linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride);
+    // The same with x rounded to int8 row by row (integer.h), for INT4 and INT8 weights; static_scale 0 lets each row have its own scale
+    void linear_int8(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float static_scale, float *y, int64_t y_stride);
     void norm(const NormRows &norm, int64_t rows);
     void gate(const GateRows &gate, int64_t rows);
     // Rotates, writes the cache, and attends for the T tokens of a step; query_starts [sequences + 1]
@@ -37,12 +40,17 @@ class Context {
     float *scratch(int thread, int64_t floats);
     template <typename F>
     void split_rows(int64_t rows, int64_t least, const F &run);
+    template <typename F>
+    void split_product(const Weight &weight, int64_t rows, int64_t scratch_floats, const F &run);
 
     std::mutex turn_;
     Pool pool_;
     std::string isa_;
     LinearPiece piece_;
     const LayerFunctions *layers_;
+    const IntegerFunctions *integer_;
+    std::vector<int16_t> codes_;  // rounded activations of the product that runs
+    std::vector<float> row_scales_;
     std::vector<Scratch> scratch_;
     std::vector<int64_t> scratch_floats_;
 };

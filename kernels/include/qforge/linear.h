@@ -4,12 +4,15 @@
 //   codes   [tiles][blocks * block_k / 8][chunk]: a chunk is 8 inputs x 16 columns
 //           INT4  64 bytes: [16 columns][4 bytes], byte j = code of input j | code of input j + 4 << 4         (the W4N16 order: a 32-bit lane is one column)
 //           INT8 128 bytes: [2][16 columns][4 bytes], byte j of half h = code of input 4 h + j
+//           BOOK4 as INT4, each code an index into `book`; E4M3 as INT8, each byte a float of 4 exponent and 3 mantissa bits (no NaN)
 //           F32, F16, BF16: [8 inputs][16 columns]
-//   scales  [tiles][blocks][16] fp32, zeros [tiles][blocks][16] uint8; null for F32, F16, BF16
-//   Columns past `columns` and inputs past the real ones are padding: code = zero point (or 0.0).
+//   scales  [tiles][blocks][16] fp32, null for F32, F16, BF16; zeros [tiles][blocks][16] uint8, null but for INT4 and INT8
+//   run     so many blocks one after the other have the same scales and zeros
+//   Columns past `columns` are padding of any code; inputs past the real ones too: code = zero point (or 0.0), or any where x is 0.
 //
 // Sums. Every path of every instruction set computes, for each output, the same operations in the same order:
-//   total = 0; for each block: part = 0; for each input of it, in order: part = fma(x, code - zero, part); total = fma(scale, part, total) (dense: total + part)
+//   total = 0; for each block: part = 0; for each input of it, in order: part = fma(x, value, part); total = fma(scale, part, total) (dense: total + part)
+//   with value = code - zero, or book[code], or what the float stands for
 // so a row's result is equal bit for bit whatever other rows there are, however work is split among threads, and whichever instruction set runs it.
 #pragma once
 
@@ -17,7 +20,7 @@
 
 namespace qforge {
 
-enum class Format : int { INT4 = 0, INT8 = 1, F32 = 2, F16 = 3, BF16 = 4 };
+enum class Format : int { INT4 = 0, INT8 = 1, F32 = 2, F16 = 3, BF16 = 4, BOOK4 = 5, E4M3 = 6 };
 
 constexpr int kTile = 16;       // columns of a tile
 constexpr int kRowChunk = 96;   // rows of one task of the matrix path
@@ -25,7 +28,14 @@ constexpr int kWideTiles = 4;   // tiles of one task of the matrix path
 constexpr int kFewRows = 4;     // up to here weights are unpacked in registers; above, once into a panel that many rows share
 
 constexpr int chunk_bytes(Format f) {
-    return f == Format::INT4 ? 64 : f == Format::INT8 ? 128 : f == Format::F32 ? 512 : 256;
+    switch (f) {
+        case Format::INT4:
+        case Format::BOOK4: return 64;
+        case Format::INT8:
+        case Format::E4M3: return 128;
+        case Format::F32: return 512;
+        default: return 256;
+    }
 }
 
 struct Weight {
@@ -33,9 +43,11 @@ struct Weight {
     int64_t columns;
     int64_t blocks;
     int64_t block_k;
+    int64_t run;
     const uint8_t *codes;
     const float *scales;
     const uint8_t *zeros;
+    const float *book;  // [16] or null
     const float *bias;  // [columns] or null
 
     int64_t tiles() const { return (columns + kTile - 1) / kTile; }

@@ -8,16 +8,34 @@ from qforge.ops.select import choose
 from qforge.scheme import parse
 
 
-@pytest.mark.parametrize("text", ["int4-g64-sym", "int4-g128-asym", "int8-channel-sym", "int3-g32-sym", "int8-channel-sym+int8-token", "int4-tensor-asym", "int8-block128-sym"])
-def test_integers_run_on_the_native_kernel(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["int4-g64-sym", "int4-g128-asym", "int8-channel-sym", "int3-g32-sym", "int4-tensor-asym", "int8-block128-sym", "fp8-e4m3-channel", "nf4", "nvfp4", "mxfp4"]
+)
+def test_packed_weights_run_on_the_native_kernel(text: str) -> None:
     assert choose(parse(text), (256, 256)).explain() == "native"
+
+
+@pytest.mark.parametrize("text", ["w8a8-int8", "int8-channel-asym+int8-tensor-static", "int4-g32-sym+int8-token"])
+def test_integers_on_both_sides_run_on_the_integer_kernel(text: str) -> None:
+    assert choose(parse(text), (256, 256)).explain() == "native-int8"
+
+
+@pytest.mark.parametrize(("text", "reason"), [("fp8-dynamic", "multiplies integers"), ("int8-g128-sym+int8-g128", "by token"), ("int8-channel-sym+fp8-e4m3-token", "by token")])
+def test_other_roundings_are_done_before_the_fp32_product(text: str, reason: str) -> None:
+    choice = choose(parse(text), (256, 256))
+    assert choice.kernel.name == "native"
+    assert reason in choice.explain()
+
+
+def test_sums_that_could_overflow_are_not_made_in_int32() -> None:
+    assert choose(parse("w8a8-int8"), (16, 65536)).kernel.name == "native-int8"
+    assert "overflow" in choose(parse("w8a8-int8"), (16, 65544)).explain()
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("fp8-e4m3-channel", "not fp8-e4m3"),
-        ("nf4-g64", "not nf4"),
+        ("fp8-e5m2-channel", "not fp8-e5m2"),
         ("int4-g32-offset", "real offsets"),
         ("int8-channel-sym+int8-tensor", "whole batch"),
     ],

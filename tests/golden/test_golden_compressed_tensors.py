@@ -1,0 +1,58 @@
+"""compressed-tensors' own code beside ours: how it rounds activations while a model runs, and the bytes of its FP4 packers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStatus
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+
+from qforge import numerics
+from qforge.layouts.compressed_tensors import CompressedTensors
+from qforge.layouts.compressed_tensors_config import quantization_config
+from qforge.methods import Options, find
+from qforge.scheme import parse
+
+ROUNDED = ["int8-channel-sym+int8-token", "int8-g32-sym+int8-g32", "int8-channel-sym+int8-tensor-static", "fp8-e4m3-channel+fp8-e4m3-token", "fp8-e4m3-block128+fp8-e4m3-g128",
+           "fp8-e4m3-tensor+fp8-e4m3-tensor-static"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ROUNDED)
+@pytest.mark.parametrize("seed", range(4))
+def test_activations_are_rounded_to_the_same_bits(text: str, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 50, 256, generator=g) * 10 ** (2 * torch.randn(2, 50, 1, generator=g))  # compressed-tensors takes the second dimension for tokens
+    x[0, 3] = 0
+    scheme = parse(text)
+    args = QuantizationArgs.model_validate(quantization_config({"a": scheme}, [])["config_groups"]["group_0"]["input_activations"])
+    linear = torch.nn.Linear(1, 1)
+    linear.quantization_status = QuantizationStatus.FROZEN
+    scale = torch.tensor(0.0311) if scheme.activations is not None and scheme.activations.static else None
+    if scale is not None:
+        linear.register_buffer("input_scale", scale.reshape(1))
+    theirs = forward_quantize(linear, x, "input", args)
+    assert torch.equal(numerics.quantize_activations(x, scheme, scale), theirs)
+
+
+@pytest.mark.parametrize("text", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("seed", range(4))
+def test_fp4_weights_are_packed_to_the_same_bytes(text: str, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    weight = torch.randn(24, 96, generator=g) * 10 ** torch.randn(24, 1, generator=g)
+    weight[2, :32] = 0
+    scheme, quantizer = parse(text), find("rtn")
+    assert quantizer is not None
+    q, _ = quantizer.quantize(weight, scheme, None, Options())
+    group = QuantizationScheme.model_validate(quantization_config({"a": scheme}, [])["config_groups"]["group_0"])
+    state = {"weight": weight, "weight_scale": q.scales if q.super_scales is None else q.scales / q.super_scales}
+    if q.super_scales is not None:
+        state["weight_global_scale"] = 1 / q.super_scales
+    theirs = BaseCompressor.get_value_from_registry(group.format).compress(state, group)
+    ours = CompressedTensors().pack(q)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    back = BaseCompressor.get_value_from_registry(group.format).decompress(theirs, group)["weight"]
+    assert torch.equal(back.float(), numerics.dequantize(q))

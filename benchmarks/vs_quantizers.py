@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from peers import others, ours, table
+from peers import kept, others, ours, table
 from peers.judge import Judge
 from peers.runs import OURS, PEERS, Run, parse
 from peers.texts import Tokens, gather
@@ -32,6 +32,7 @@ from qforge.models.model import open_model
 from qforge.stages.outcome import environment
 
 RESULTS = Path(__file__).parent / "results"
+REUSED = {"none": (), "peers": PEERS, "all": (OURS, *PEERS)}
 
 
 def main() -> int:
@@ -72,7 +73,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tools", type=Path, default=os.environ.get("QFORGE_PEERS", "."), metavar="DIR", help="folder with run_peer.py (default: QFORGE_PEERS)")
     parser.add_argument("--envs", type=Path, default="runs/peers", metavar="DIR", help="folder with a virtual environment for each tool")
     parser.add_argument("--out", type=Path, default="runs/vs_quantizers", metavar="DIR")
-    parser.add_argument("--reuse", choices=("peers", "all", "none"), default="peers", help="finished results in --out to take as they are")
+    parser.add_argument("--reuse", choices=REUSED, default="peers", help="finished results in --out to take as they are")
     parser.add_argument("--save", metavar="NAME", help="also write benchmarks/results/vs_quantizers-NAME.json and .md")
     return parser.parse_args()
 
@@ -94,18 +95,19 @@ def _no_linear(name: str) -> NoReturn:
 
 
 def execute(job: Run, merged: Path, model_sha256: str, tokens: Tokens, tools: others.Tools, out: Path, reuse: str) -> str | None:
-    """Run one job, or find it done; a failure comes back as text, and leaves nothing that could be taken for a result."""
-    folder = out / job.folder
-    wanted = others.key(job, model_sha256, tokens)
+    """Run one job, or find it done; a failure comes back as text."""
+    folder, wanted = out / job.folder, kept.key(job, model_sha256, tokens.calibration.sha256)
+    if job.tool in REUSED[reuse] and kept.finished(folder, wanted):
+        return None
+    kept.begin(folder)
     try:
         if job.tool == OURS:
-            if not (reuse == "all" and (folder / "meter.json").is_file()):
-                ours.run(job, merged, tokens, folder)
-        elif reuse == "none" or not others.finished(folder, wanted):
-            others.run(job, merged, tokens, folder, tools, wanted)
+            ours.run(job, merged, tokens, folder)
+        else:
+            others.run(job, merged, tokens, folder, tools)
     except RuntimeError as e:
-        (folder / "meter.json").unlink(missing_ok=True)
         return f"{job.name} failed: {e}"
+    kept.finish(folder, wanted)
     return None
 
 

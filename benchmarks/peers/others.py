@@ -1,4 +1,4 @@
-"""A run of a peer: the shared runner, or our adapter where that one lacks something, under the interpreter of the peer's own environment; finished results are found again."""
+"""A run of a peer: the shared runner, or our adapter where that one lacks something, under the interpreter of the peer's own environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from peers.runs import Run
 from peers.texts import Tokens
@@ -46,19 +45,8 @@ class Tools:
         return None
 
 
-def key(job: Run, model_sha256: str, tokens: Tokens) -> dict[str, Any]:
-    """What decides a peer's result."""
-    return {"tool": job.tool, "method": job.method, "bits": job.bits, "group": job.group, "model": model_sha256, "calibration": tokens.calibration.sha256}
-
-
-def finished(folder: Path, wanted: dict[str, Any]) -> bool:
-    """Whether `folder` holds the result of exactly this run."""
-    path = folder / "key.json"
-    return path.is_file() and (folder / "weights.safetensors").is_file() and json.loads(path.read_text()) == wanted
-
-
-def run(job: Run, model: Path, tokens: Tokens, folder: Path, tools: Tools, wanted: dict[str, Any]) -> None:
-    """Run a peer on the same ids; leaves weights.safetensors, meter.json and key.json in `folder`.
+def run(job: Run, model: Path, tokens: Tokens, folder: Path, tools: Tools) -> None:
+    """Run a peer on the same ids; leaves weights.safetensors and meter.json in `folder`.
 
     Raises:
         RuntimeError: the environment is missing, or the peer failed.
@@ -66,8 +54,6 @@ def run(job: Run, model: Path, tokens: Tokens, folder: Path, tools: Tools, wante
     reason = tools.lacks(job.tool)
     if reason is not None:
         raise RuntimeError(reason)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "key.json").unlink(missing_ok=True)
     python = str(tools.interpreter(job.tool))
     shared = job.bits == RUNNER_BITS and job.method != "nf4"
     script = [str(tools.runner / "run_peer.py")] if shared else [str(ADAPTER), "--tools", str(tools.runner), "--bits", str(job.bits)]
@@ -77,10 +63,10 @@ def run(job: Run, model: Path, tokens: Tokens, folder: Path, tools: Tools, wante
     start = time.perf_counter()
     with open(folder / "log.txt", "w") as log:
         code = subprocess.run([python, *script, job.tool, job.method, *inputs], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder).returncode
+    seconds = time.perf_counter() - start
     if code != 0:
         raise RuntimeError(f"{job.name} ended with {code}; see {folder / 'log.txt'}")
     meter = json.loads((folder / "meter.json").read_text())
     versions = json.loads(subprocess.run([python, "-c", ASK_VERSIONS], capture_output=True, text=True, check=True).stdout)
-    meter |= {"process_s": round(time.perf_counter() - start, 2), "bits_per_weight": job.stored_bits, "versions": versions}
+    meter |= {"process_s": round(seconds, 2), "bits_per_weight": job.stored_bits, "versions": versions}
     (folder / "meter.json").write_text(json.dumps(meter, indent=1))
-    (folder / "key.json").write_text(json.dumps(wanted, indent=1))

@@ -26,7 +26,6 @@ def run(job: Run, model: Path, tokens: Tokens, folder: Path) -> None:
     Raises:
         RuntimeError: the run failed, or was calibrated on other ids.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.yaml").write_text(json.dumps(recipe(job, model, tokens), indent=1))
     load, start = os.getloadavg()[0], time.perf_counter()
     command = [sys.executable, "-m", "qforge", "quantize", "--recipe", str(folder / "recipe.yaml"), "--out", str(folder / "run"), "--fresh"]

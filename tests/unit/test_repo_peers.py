@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 from peers import adapter, ours, table, texts
 from peers.judge import Judge
-from peers.others import Tools, finished, key
+from peers.kept import begin, finish, finished, key
+from peers.others import Tools
 from peers.runs import parse
 from transformers import AutoModelForCausalLM
 
@@ -123,13 +124,20 @@ def test_gptq_checkpoints_of_any_width_are_unpacked(bits: int) -> None:
     assert torch.equal(adapter.stream(pack_words(values, bits), bits), values.int())
 
 
-def test_a_peers_result_is_found_only_for_the_same_inputs(tokens: texts.Tokens, tmp_path: Path) -> None:
-    wanted = key(parse("simple:rtn", 4, 32), "model", tokens)
-    (tmp_path / "key.json").write_text(json.dumps(wanted))
-    assert not finished(tmp_path, wanted)
+def test_a_result_is_found_only_for_the_same_inputs(tmp_path: Path) -> None:
+    job = parse("ours:gptq/damping=0.02", 4, 32)
+    wanted = key(job, "model", "ids")
     (tmp_path / "weights.safetensors").touch()
+    assert not finished(tmp_path, wanted)
+    finish(tmp_path, wanted)
     assert finished(tmp_path, wanted)
-    assert not finished(tmp_path, key(parse("simple:rtn", 3, 32), "model", tokens))
+    others = [key(job, "another", "ids"), key(job, "model", "others"), key(parse("ours:gptq", 4, 32), "model", "ids"), key(parse("ours:gptq", 3, 32), "model", "ids")]
+    assert not any(finished(tmp_path, other) for other in others)
+    begin(tmp_path)
+    assert not finished(tmp_path, wanted)
+
+
+def test_a_peer_that_is_not_there_is_named_with_the_cure(tmp_path: Path) -> None:
     assert "has no run_peer.py" in str(Tools(tmp_path, tmp_path).lacks("simple"))
     (tmp_path / "run_peer.py").touch()
     assert "make it with" in str(Tools(tmp_path, tmp_path).lacks("simple"))

@@ -153,7 +153,7 @@ def export(artifact: str | Path, format: str, *, type: str | None = None, out: s
 
 def _estimate(recipe: Recipe, planned: Plan, blocks: BlockModel, texts: Texts) -> Estimate:
     """The estimate for the texts that were gathered; `generated` calibration text counts as asked for."""
-    asked = recipe.calibration.samples * recipe.calibration.sequence_length if planned.quantizer is not None and planned.quantizer.needs else 0
+    asked = recipe.calibration.samples * recipe.calibration.sequence_length if planned.needs else 0
     calibration = asked if texts.calibration is None else texts.calibration.tokens
     return estimate(planned, blocks, calibration, 0 if texts.evaluation is None else texts.evaluation.tokens, adapters=bool(recipe.adapters))
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 
 import torch
 
 from qforge.errors import MissingCapabilityError, RecipeError, UnsupportedError
 from qforge.layouts import checkpoint
-from qforge.methods import Quantizer, find
+from qforge.methods import Options, Quantizer, find, statistics_needed
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
 from qforge.recipe import Recipe
@@ -35,6 +35,8 @@ class Plan:
     Attributes:
         layers: every linear of the decoder blocks, then the output head.
         quantizer: the method, None for `none`.
+        options: of the method.
+        needs: statistics that calibration gathers; empty where it is not needed.
         parameters: of the merged model, tied tensors counted once.
         size_bytes: of the artifact's tensors.
         bits_per_weight: stored bits (scales and zero points included) per weight of the quantized linears.
@@ -45,6 +47,8 @@ class Plan:
 
     layers: tuple[LayerPlan, ...]
     quantizer: Quantizer | None
+    options: Options
+    needs: frozenset[str]
     parameters: int
     size_bytes: int
     bits_per_weight: float
@@ -68,13 +72,15 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel) -> Plan:
     """
     _refuse_unavailable(recipe)
     quantizer = find(recipe.quantize.method)
+    options = Options(**{f.name: getattr(recipe.quantize.options, f.name) for f in fields(Options)})
     layers, notes = _layers(recipe, model, blocks, quantizer)
+    needed = frozenset() if quantizer is None else statistics_needed(quantizer, [p.scheme for p in layers if p.scheme is not None], options)
     parameters = sum(_count(model.weights.info(n).shape) for n in model.weights.names())
     stored, weights, total = _sizes(model, layers)
     bits_per_weight = stored / weights if weights else 8.0 * model.dtype.itemsize
-    hidden = 2 * recipe.calibration.samples * recipe.calibration.sequence_length * blocks.hidden_size * 4 if quantizer is not None and quantizer.needs else 0
+    hidden = 2 * recipe.calibration.samples * recipe.calibration.sequence_length * blocks.hidden_size * 4 if needed else 0
     disk = total * (1 + len(recipe.export)) + 2 * weights + hidden
-    return Plan(layers, quantizer, parameters, total, bits_per_weight, total / (2 * parameters), disk, tuple(notes))
+    return Plan(layers, quantizer, options, needed, parameters, total, bits_per_weight, total / (2 * parameters), disk, tuple(notes))
 
 
 def _refuse_unavailable(recipe: Recipe) -> None:

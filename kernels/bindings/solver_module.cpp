@@ -29,6 +29,15 @@ NB_MODULE(_solver, m) {
         nb::arg("pool"), nb::arg("lower"), nb::arg("weight"), nb::arg("scales"), nb::arg("zeros"), nb::arg("group"), nb::arg("low"), nb::arg("high"),
         nb::arg("in_features"), nb::arg("out_features"), nb::arg("codes"), nb::call_guard<nb::gil_scoped_release>());
     m.def(
+        "refine_codes",
+        [](Pool &pool, uintptr_t hessian, uintptr_t scales, uintptr_t group, float low, float high, int64_t in_features, int64_t out_features, int sweeps,
+           uintptr_t gradient, uintptr_t codes) {
+            const Grid grid{pointer<const float>(scales), nullptr, pointer<const int32_t>(group), low, high};
+            qforge::refine_codes(pool, pointer<const float>(hessian), grid, in_features, out_features, sweeps, pointer<float>(gradient), pointer<int8_t>(codes));
+        },
+        nb::arg("pool"), nb::arg("hessian"), nb::arg("scales"), nb::arg("group"), nb::arg("low"), nb::arg("high"), nb::arg("in_features"),
+        nb::arg("out_features"), nb::arg("sweeps"), nb::arg("gradient"), nb::arg("codes"), nb::call_guard<nb::gil_scoped_release>());
+    m.def(
         "best_scale",
         [](Pool &pool, uintptr_t weight, uintptr_t importance, uintptr_t scales, uintptr_t zeros, float low, float high, int64_t candidates, int64_t rows,
            int64_t groups, int64_t size, uintptr_t best) {

@@ -83,6 +83,46 @@ QFORGE_CLONES void solve_strip(const SolveJob &job, int64_t first, float *errors
     }
 }
 
+struct RefineJob {
+    const float *hessian;
+    const Grid *grid;
+    int64_t in_features, out_features;
+    int sweeps;
+    float *gradient;
+    int8_t *codes;
+};
+
+QFORGE_INLINE void subtract_scaled(float *into, const float *row, float factor, int64_t n) {
+    const Vector f = splat(factor);
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) *reinterpret_cast<Vector *>(into + i) -= *reinterpret_cast<const Vector *>(row + i) * f;
+    for (; i < n; ++i) into[i] -= row[i] * factor;
+}
+
+QFORGE_CLONES void refine_row(const RefineJob &job, int64_t row) {
+    const int64_t n = job.in_features;
+    const Grid &grid = *job.grid;
+    const bool is_signed = grid.low < 0.0f;
+    float *gradient = job.gradient + row * n;
+    int8_t *codes = job.codes + row * n;
+    for (int sweep = 0; sweep < job.sweeps; ++sweep) {
+        bool changed = false;
+        for (int64_t j = 0; j < n; ++j) {
+            const float curvature = job.hessian[j * n + j];
+            if (curvature <= 0.0f) continue;
+            const float scale = grid.scales[grid.group[j] * job.out_features + row];
+            const float code = is_signed ? static_cast<float>(codes[j]) : static_cast<float>(static_cast<uint8_t>(codes[j]));
+            const float wanted = std::min(std::max(code + gradient[j] / (curvature * scale), grid.low), grid.high);
+            const float best = (wanted + kMagic) - kMagic;
+            if (best == code) continue;
+            codes[j] = static_cast<int8_t>(static_cast<int32_t>(best));
+            subtract_scaled(gradient, job.hessian + j * n, (best - code) * scale, n);
+            changed = true;
+        }
+        if (!changed) break;
+    }
+}
+
 struct ScaleJob {
     const float *weight, *importance, *scales;
     const uint8_t *zeros;
@@ -138,6 +178,11 @@ void gptq_solve(Pool &pool, const float *lower, const float *weight, const Grid 
             solve_strip(s->job, static_cast<int64_t>(strip) * kStrip, s->errors[thread].data());
         },
         &shared);
+}
+
+void refine_codes(Pool &pool, const float *hessian, const Grid &grid, int64_t in_features, int64_t out_features, int sweeps, float *gradient, int8_t *codes) {
+    RefineJob job{hessian, &grid, in_features, out_features, sweeps, gradient, codes};
+    pool.run(static_cast<int>(out_features), [](void *context, int row, int) { refine_row(*static_cast<RefineJob *>(context), row); }, &job);
 }
 
 void best_scale(Pool &pool, const float *weight, const float *importance, const float *scales, const uint8_t *zeros, float low, float high, int64_t candidates,

@@ -1,29 +1,34 @@
-"""Block after block: statistics at the block's inputs, quantize its linears, and run the *quantized* block to get the next one's inputs.
+"""Block after block: every linear is quantized from what it is fed when all before it are quantized already, and the block's outputs feed the next one.
 
-A finished block is a piece in the journal, and so are the hidden states after the last finished one, so that a killed run goes on where
-it was, with the same bytes.
+A finished block is a piece in the journal, and now and then so are the hidden states after it, so that a killed run goes on where it was, with
+the same bytes.
 
-Letters: B windows, T tokens, D hidden width.
+Letters: B windows, T tokens, D hidden width, I input features.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from qforge import numerics
-from qforge.calibration.statistics import Gatherer
+from qforge.calibration.lockstep import lockstep
+from qforge.calibration.room import Kept, Room
+from qforge.calibration.statistics import Sums
 from qforge.errors import NumericalError
-from qforge.methods import Options, Quantizer, Stats
+from qforge.methods import Options, Quantizer, Stats, statistics_needed
 from qforge.models.blocks import BlockModel
 from qforge.progress import Progress
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
 from qforge.types import LayerResult
 
-BATCH_TOKENS = 4096
+BATCH_TOKENS = 2048  # enough for matrix products at full speed; what a block holds for one batch grows with it
+Hidden = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,103 +48,219 @@ class Store:
         save: keep a block's piece.
         load_hidden: hidden states after block `index`, or None.
         save_hidden: keep them (and forget those of earlier blocks).
+        hidden_every: seconds that pass before hidden states are kept again; a resumed run replays the finished blocks since then.
     """
 
     load: Callable[[int], Piece | None]
     save: Callable[[int, Piece], None]
-    load_hidden: Callable[[int], list[torch.Tensor] | None]
-    save_hidden: Callable[[int, list[torch.Tensor]], None]
+    load_hidden: Callable[[int], Hidden | None]
+    save_hidden: Callable[[int, Hidden], None]
+    hidden_every: float = 20.0
 
 
-def quantize_blocks(
-    blocks: BlockModel, quantizer: Quantizer, schemes: Mapping[str, Scheme], options: Options, windows: torch.Tensor | None, store: Store, progress: Progress
-) -> None:
-    """Quantize every linear named in `schemes`; results go to `store`.
+@dataclass(slots=True)
+class Streams:
+    """The calibration text on its way through the model: hidden states `[B, T, D]` fp32, batch by batch.
 
-    Args:
+    Attributes:
+        quantized: as the quantized model has them.
+        original: as the unquantized model has them; None where the method does not ask.
+    """
+
+    quantized: list[Kept]
+    original: list[Kept] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What stays the same for all blocks.
+
+    Attributes:
         blocks: the merged model.
         quantizer: the method.
         schemes: target scheme by module name.
         options: of the method.
-        windows: calibration token ids `[B, T]`, None for a method that needs no statistics.
+        room: keeps activations.
+    """
+
+    blocks: BlockModel
+    quantizer: Quantizer
+    schemes: Mapping[str, Scheme]
+    options: Options
+    room: Room = field(default_factory=Room)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Statistics to gather."""
+        return statistics_needed(self.quantizer, self.schemes.values(), self.options)
+
+
+def quantize_blocks(job: Job, windows: torch.Tensor | None, store: Store, progress: Progress) -> None:
+    """Quantize every linear named in `job.schemes`; results go to `store`.
+
+    Args:
+        job: model, method, schemes.
+        windows: calibration token ids `[B, T]`, None where nothing needs statistics.
         store: finished work.
         progress: told of every block.
     """
-    stages = blocks.num_blocks + (blocks.head_name in schemes)
+    blocks = job.blocks
+    stages = blocks.num_blocks + (blocks.head_name in job.schemes)
     finished = 0
     while finished < stages and store.load(finished) is not None:
         finished += 1
     if finished == stages:
         return
-    hidden = _inputs_of(blocks, finished, windows, store) if windows is not None else None
+    streams = None if windows is None else _inputs_of(job, finished, windows, store)
+    kept = time.monotonic()
     for index in progress.track(range(finished, stages), "quantize", stages - finished):
         if index == blocks.num_blocks:
-            store.save(index, _head(blocks, quantizer, schemes, options, hidden))
+            store.save(index, _head(job, streams))
             continue
-        piece = _quantize_block(blocks, index, quantizer, schemes, options, hidden)
-        store.save(index, piece)
-        if hidden is not None and index + 1 < stages:
-            _advance(blocks, index, piece, hidden)
-            store.save_hidden(index, hidden)
+        store.save(index, _quantize_block(job, index, streams))
+        if streams is not None and index + 1 < stages and time.monotonic() - kept >= store.hidden_every:
+            store.save_hidden(index, _to_tensors(streams))
+            kept = time.monotonic()
 
 
-def _inputs_of(blocks: BlockModel, index: int, windows: torch.Tensor, store: Store) -> list[torch.Tensor]:
+def _inputs_of(job: Job, index: int, windows: torch.Tensor, store: Store) -> Streams:
     """Hidden states that block `index` takes: the newest kept ones, replayed through the finished blocks after them."""
     batches = windows.split(max(1, BATCH_TOKENS // windows.shape[1]))
-    embedded = blocks.embed(batches)  # also records what blocks are called with
-    start, hidden = 0, embedded
+    embedded = job.blocks.embed(batches)  # also records what blocks are called with
+    start, streams = 0, None
     for done in range(index - 1, -1, -1):
-        kept = store.load_hidden(done)
-        if kept is not None:
-            start, hidden = done + 1, kept
+        hidden = store.load_hidden(done)
+        if hidden is not None:
+            start, streams = done + 1, _from_tensors(hidden, len(batches), job)
             break
+    if streams is None:
+        original = [job.room.keep(h) for h in embedded] if "cross" in job.needs else None
+        streams = Streams([job.room.keep(h) for h in embedded], original)
+    del embedded
     for done in range(start, index):
         piece = store.load(done)
         assert piece is not None
-        _advance(blocks, done, piece, hidden)
-    return hidden
+        _replay(job, done, piece, streams)
+    return streams
 
 
-def _advance(blocks: BlockModel, index: int, piece: Piece, hidden: list[torch.Tensor]) -> None:
-    """Run a quantized block on all batches, in place."""
-    with blocks.block(index, lambda name: _dequantized(piece, name)) as module:
-        for i, batch in enumerate(hidden):
-            hidden[i] = blocks.run(index, module, batch)
+def _to_tensors(streams: Streams) -> Hidden:
+    hidden = {f"quantized.{i}": h.load() for i, h in enumerate(streams.quantized)}
+    return hidden | {f"original.{i}": h.load() for i, h in enumerate(streams.original or [])}
 
 
-def _dequantized(piece: Piece, tensor_name: str) -> torch.Tensor | None:
-    q = piece.linears.get(tensor_name.removesuffix(".weight")) if tensor_name.endswith(".weight") else None
-    return None if q is None else numerics.dequantize(q)
+def _from_tensors(hidden: Hidden, count: int, job: Job) -> Streams:
+    original = [job.room.keep(hidden[f"original.{i}"]) for i in range(count)] if "cross" in job.needs else None
+    return Streams([job.room.keep(hidden[f"quantized.{i}"]) for i in range(count)], original)
 
 
-def _quantize_block(blocks: BlockModel, index: int, quantizer: Quantizer, schemes: Mapping[str, Scheme], options: Options, hidden: list[torch.Tensor] | None) -> Piece:
-    gatherer = Gatherer(quantizer.needs)
-    with blocks.block(index) as module:
-        targets = {n: m for n, m in blocks.linears(index).items() if n in schemes}
-        if hidden is not None:
-            with gatherer.watching(targets):
-                for batch in hidden:
-                    blocks.run(index, module, batch)
-        linears, layers = {}, []
-        for name, linear in targets.items():
-            q, layer = quantize_linear(name, linear.weight.detach(), schemes[name], quantizer, gatherer.stats(name), options)
-            linears[name] = q
-            layers.append(layer)
-    return Piece(linears, layers)
+def _replay(job: Job, index: int, piece: Piece, streams: Streams) -> None:
+    """Run a finished block on all batches of both streams, in place."""
+
+    def dequantized(tensor_name: str) -> torch.Tensor | None:
+        q = piece.linears.get(tensor_name.removesuffix(".weight")) if tensor_name.endswith(".weight") else None
+        return None if q is None else numerics.dequantize(q)
+
+    def rounding(name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        q = piece.linears.get(name)
+        return None if q is None else numerics.input_rounding(q.scheme, q.input_scale)
+
+    with job.blocks.block(index, dequantized, rounding) as module:
+        _advance(job, index, module, streams.quantized)
+    if streams.original is not None:
+        with job.blocks.block(index) as module:
+            _advance(job, index, module, streams.original)
 
 
-def _head(blocks: BlockModel, quantizer: Quantizer, schemes: Mapping[str, Scheme], options: Options, hidden: list[torch.Tensor] | None) -> Piece:
-    name = blocks.head_name
+def _advance(job: Job, index: int, module: nn.Module, hidden: list[Kept]) -> None:
+    for i, batch in enumerate(hidden):
+        out = job.blocks.run(index, module, batch.load())
+        batch.free()
+        hidden[i] = job.room.keep(out)
+
+
+def _quantize_block(job: Job, index: int, streams: Streams | None) -> Piece:
+    with job.blocks.block(index) as module:
+        linears = {n: m for n, m in job.blocks.linears(index).items() if n in job.schemes}
+        done: dict[str, tuple[QuantizedLinear, LayerResult]] = {}
+        if streams is not None:
+            _quantize_in_order(job, index, module, linears, streams, done)
+        for name, linear in linears.items():  # without statistics, or never reached by them
+            if name not in done:
+                done[name] = quantize_linear(name, linear.weight.detach(), job.schemes[name], job.quantizer, None, job.options)
+    return Piece({n: done[n][0] for n in linears}, [done[n][1] for n in linears])
+
+
+def _quantize_in_order(job: Job, index: int, module: nn.Module, linears: Mapping[str, nn.Linear], streams: Streams, done: dict[str, tuple[QuantizedLinear, LayerResult]]) -> None:
+    """Quantize linears as the quantized stream reaches them, and bring both streams behind the block."""
+
+    def run(hidden: torch.Tensor) -> torch.Tensor:
+        return job.blocks.run(index, module, hidden)
+
+    originals = _Originals(job, index, module, linears, streams) if streams.original is not None else None
+    roundings: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+    outputs: list[Kept] = []
+    stats: Stats | None = None
+    for stop in lockstep(linears, run, streams.quantized, outputs, job.room, roundings):
+        linear = linears[stop.name]
+        if not stop.repeated or stats is None:
+            sums = Sums(job.needs, linear.in_features)
+            for batch, x in zip(stop.batches, stop.inputs(), strict=True):
+                sums.add(x, None if originals is None else originals.take(stop.name, batch))
+            stats = sums.stats()
+        q, _ = done[stop.name] = quantize_linear(stop.name, linear.weight.detach(), job.schemes[stop.name], job.quantizer, stats, job.options)
+        linear.weight = nn.Parameter(numerics.dequantize(q), requires_grad=False)
+        rounding = numerics.input_rounding(q.scheme, q.input_scale)
+        if rounding is not None:
+            roundings[stop.name] = rounding
+    streams.quantized[:] = outputs
+
+
+class _Originals:
+    """What the unquantized block feeds its linears, in half precision; making one brings the original stream behind the block."""
+
+    def __init__(self, job: Job, index: int, module: nn.Module, linears: Mapping[str, nn.Linear], streams: Streams) -> None:
+        assert streams.original is not None
+        self._kept: dict[tuple[str, int], Kept] = {}
+        for i, batch in enumerate(streams.original):
+            last: list[torch.Tensor] = []
+
+            def gather(name: str, x: torch.Tensor, i: int = i, last: list[torch.Tensor] = last) -> None:
+                if not last or last[0] is not x:  # linears that share an input are asked for it once
+                    last[:] = [x]
+                    self._kept[name, i] = job.room.copy(x)
+
+            handles = [m.register_forward_pre_hook(lambda _, args, n=n, gather=gather: gather(n, args[0])) for n, m in linears.items()]
+            try:
+                out = job.blocks.run(index, module, batch.load())
+            finally:
+                for handle in handles:
+                    handle.remove()
+            batch.free()
+            streams.original[i] = job.room.keep(out)
+
+    def take(self, name: str, batch: int) -> torch.Tensor | None:
+        """The input of a linear in a batch, given away; None where the unquantized model does not run it there."""
+        kept = self._kept.pop((name, batch), None)
+        if kept is None:
+            return None
+        x = kept.load()
+        kept.free()
+        return x
+
+
+def _head(job: Job, streams: Streams | None) -> Piece:
+    name = job.blocks.head_name
     assert name is not None
-    weight = blocks.head_weight()
+    weight = job.blocks.head_weight()
     stats = None
-    if hidden is not None:
-        stats = Stats(0, torch.zeros(weight.shape[1], weight.shape[1]) if "hessian" in quantizer.needs else None)
-        for x in blocks.head_inputs(hidden):
-            stats.tokens += x.shape[0]
-            if stats.hessian is not None:
-                stats.hessian.addmm_(x.T, x)
-    q, layer = quantize_linear(name, weight, schemes[name], quantizer, stats, options)
+    if streams is not None:
+        sums = Sums(job.needs, weight.shape[1])
+        originals = [job.room.copy(x) for x in job.blocks.head_inputs(h.load() for h in streams.original or [])]
+        for i, x in enumerate(job.blocks.head_inputs(h.load() for h in streams.quantized)):
+            sums.add(x, originals[i].load() if originals else None)
+        stats = sums.stats()
+    q, layer = quantize_linear(name, weight, job.schemes[name], job.quantizer, stats, job.options)
     return Piece({name: q}, [layer])
 
 

@@ -1,60 +1,50 @@
-"""Statistics of a linear's inputs, gathered by hooks while a block runs. Linears that are fed the same tensor share one `Stats`.
+"""Sums over the inputs of one linear (shared by linears with the same input), in fp32, in the order in which batches come.
 
 Letters: I input features, N rows (tokens).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
-
 import torch
-from torch import nn
 
 from qforge.methods import Stats
 
+COLUMNS = 256  # of a product: the Hessian is symmetric, so only the tiles on and below its diagonal are computed
 
-class Gatherer:
-    """Sums x^T x of every wanted linear's inputs, in fp32, in the order in which windows come."""
 
-    def __init__(self, needs: frozenset[str]) -> None:
-        self._needs = needs
-        self._of: dict[str, Stats] = {}
-        self._last: tuple[torch.Tensor, Stats] | None = None
+class Sums:
+    """Adds batch after batch.
 
-    @contextlib.contextmanager
-    def watching(self, linears: Mapping[str, nn.Linear]) -> Iterator[None]:
-        """While open, inputs of these linears are summed."""
-        handles = [module.register_forward_pre_hook(self._hook(name)) for name, module in linears.items()]
-        try:
-            yield
-        finally:
-            self._last = None
-            for handle in handles:
-                handle.remove()
+    Args:
+        needs: what a method reads: `hessian`, `cross`, `absmax`.
+        in_features: I.
+    """
 
-    def stats(self, name: str) -> Stats | None:
-        """What was gathered for a linear, the same object for linears with the same input; None if it never ran."""
-        return self._of.get(name)
+    def __init__(self, needs: frozenset[str], in_features: int) -> None:
+        self._tokens = 0
+        self._hessian = torch.zeros(in_features, in_features) if "hessian" in needs else None
+        self._cross = torch.zeros(in_features, in_features) if "cross" in needs else None
+        self._absmax = torch.zeros(in_features) if "absmax" in needs else None
+        self._width = -(-in_features // -(-in_features // COLUMNS))
 
-    def release(self) -> None:
-        """Forget everything."""
-        self._of.clear()
+    def add(self, inputs: torch.Tensor, originals: torch.Tensor | None = None) -> None:
+        """Add inputs `[..., I]`, and what the unquantized model has in their place (for `cross`)."""
+        x = inputs.reshape(-1, inputs.shape[-1]).float()
+        self._tokens += x.shape[0]
+        if self._hessian is not None:
+            for start in range(0, x.shape[1], self._width):
+                end = start + self._width
+                self._hessian[start:, start:end].addmm_(x[:, start:].T, x[:, start:end])
+        if self._cross is not None and originals is not None:
+            here = originals.reshape(x.shape)
+            self._cross.addmm_((here.float() - x.to(here.dtype).float()).T, x)  # rounded alike: equal inputs have no difference
+        if self._absmax is not None:
+            self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
 
-    def _hook(self, name: str):  # type: ignore[no-untyped-def]  # torch's hook type
-        def gather(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            x = args[0]
-            if self._last is not None and self._last[0] is x:
-                shared = self._last[1]
-                assert self._of.setdefault(name, shared) is shared, f"{name} shares its input in one window and not in another"
-                return
-            stats = self._of.get(name)
-            if stats is None:
-                stats = self._of[name] = Stats(0, torch.zeros(x.shape[-1], x.shape[-1]) if "hessian" in self._needs else None)
-            rows = x.detach().reshape(-1, x.shape[-1]).float()
-            stats.tokens += rows.shape[0]
-            if stats.hessian is not None:
-                stats.hessian.addmm_(rows.T, rows)
-            self._last = (x, stats)
-
-        return gather
+    def stats(self) -> Stats:
+        """The sums; nothing may be added afterwards."""
+        if self._hessian is not None:
+            for start in range(0, len(self._hessian), self._width):
+                end = start + self._width
+                self._hessian[start:end, end:] = self._hessian[end:, start:end].T
+        return Stats(self._tokens, self._hessian, self._cross, self._absmax)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from qforge.errors import UnsupportedError
-from qforge.methods.base import Options, Quantizer, Stats
+from qforge.methods.base import Options, Quantizer, Stats, statistics_needed
 from qforge.methods.gptq import GPTQ
 from qforge.methods.rtn import RTN
 
-__all__ = ["Options", "Quantizer", "Stats", "available", "find"]
+__all__ = ["Options", "Quantizer", "Stats", "available", "find", "statistics_needed"]
 
 _QUANTIZERS: dict[str, Quantizer] = {q.name: q for q in (RTN(), GPTQ(), RTN("fp8"), RTN("nf4"))}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,11 +21,15 @@ class Options:
         damping: part of the mean Hessian diagonal that is added to the diagonal.
         act_order: quantize columns in the order of falling Hessian diagonal, groups staying where they are (no index at run time).
         scale_search: choose scales by smallest weighted squared error instead of by the range.
+        error_correction: aim at the outputs of the *unquantized* model, so that a layer makes up for the errors of those before it.
+        refine: after the rounding, sweeps of coordinate descent over codes and least squares over scales; 0 for none.
     """
 
     damping: float = 0.01
     act_order: bool = True
     scale_search: bool = True
+    error_correction: bool = True
+    refine: int = 3
 
 
 @dataclass(slots=True)
@@ -34,11 +39,15 @@ class Stats:
     Attributes:
         tokens: rows of x that were summed.
         hessian: `[I, I]` fp32, the sum of x^T x over all tokens (None unless a method needs it).
+        cross: `[I, I]` fp32, the sum of (y - x)^T x, y being what the unquantized model has in the place of x.
+        absmax: `[I]` fp32, the largest magnitudes.
         factors: results that a method derived from the Hessian, kept for the next linear with the same input.
     """
 
     tokens: int
     hessian: torch.Tensor | None = None
+    cross: torch.Tensor | None = None
+    absmax: torch.Tensor | None = None
     factors: dict[object, object] = field(default_factory=dict)
 
 
@@ -47,17 +56,24 @@ class Quantizer(Protocol):
 
     Attributes:
         name: as a recipe writes it.
-        needs: statistics that `quantize` reads (`hessian`).
     """
 
     name: str
-    needs: frozenset[str]
+
+    def needs(self, options: Options) -> frozenset[str]:
+        """Statistics that `quantize` reads: `hessian`, `cross`, `absmax`."""
 
     def supports(self, scheme: Scheme) -> str | None:
         """None, or why this method cannot produce the scheme."""
 
     def quantize(self, weight: torch.Tensor, scheme: Scheme, stats: Stats | None, options: Options) -> tuple[QuantizedLinear, str | None]:
-        """Quantize a weight `[O, I]` fp32; the second value is a note for the report, if there is something to say."""
+        """Quantize a weight `[O, I]` fp32; the second value is a note for the report, if there is something to say. No `stats`: calibration never reached this linear."""
+
+
+def statistics_needed(quantizer: Quantizer, schemes: Iterable[Scheme], options: Options) -> frozenset[str]:
+    """Statistics that a method reads, and the largest inputs where activations have a static scale."""
+    static = any(s.activations is not None and s.activations.static for s in schemes)
+    return quantizer.needs(options) | (frozenset({"absmax"}) if static else frozenset())
 
 
 def check_finite(weight: torch.Tensor) -> None:

@@ -6,6 +6,10 @@ With H = sum x^T x of the calibration inputs and U the upper Cholesky factor of 
 Groups are static: scales are chosen from the original weights before the loop, so the order of columns (falling diagonal of H,
 `act_order`) needs no index at run time.
 
+Two things are added, each an option. `error_correction`: with y the unquantized model's input in the place of x, W y is what the layer should give
+when it is fed x, so the target becomes W + W (sum (y - x) x^T) H^-1 (GPTAQ, arXiv 2504.02692, and QEP, arXiv 2504.09629, in closed form).
+`refine`: descent over codes and scales afterwards (`refine.py`).
+
 Letters: O output features, I input features.
 """
 
@@ -17,7 +21,7 @@ import torch
 
 from qforge import numerics
 from qforge.errors import NumericalError
-from qforge.methods import native, scales
+from qforge.methods import native, refine, scales
 from qforge.methods.base import Options, Stats, check_finite
 from qforge.qlinear import QuantizedLinear, code_dtype
 from qforge.scheme import Scheme
@@ -28,9 +32,17 @@ _DAMPING_FACTOR, _DAMPING_LIMIT = 10.0, 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Factor:
-    """What all linears with the same input share: `order [I]`, `lower [I, I]` fp32 (U^T, in that order), or a reason for having none."""
+    """What all linears with the same input share.
+
+    Attributes:
+        order: `[I]`, in which columns are solved.
+        hessian: `[I, I]` fp32, damped.
+        lower: `[I, I]` fp32, U^T in that order; None when there is none at any damping.
+        note: what the report should say.
+    """
 
     order: torch.Tensor
+    hessian: torch.Tensor
     lower: torch.Tensor | None
     note: str | None
 
@@ -39,7 +51,10 @@ class GPTQ:
     """Second-order rounding with a calibration Hessian."""
 
     name = "gptq"
-    needs: frozenset[str] = frozenset({"hessian"})
+
+    def needs(self, options: Options) -> frozenset[str]:
+        """The Hessian and, to correct for earlier errors, its counterpart with the unquantized model."""
+        return frozenset({"hessian", "cross"} if options.error_correction else {"hessian"})
 
     def supports(self, scheme: Scheme) -> str | None:
         """Every scheme that there is arithmetic for; the error feedback is on weights, whatever happens to activations."""
@@ -52,14 +67,31 @@ class GPTQ:
         up to ten times its mean diagonal makes the whole layer round to nearest; the note says so.
         """
         check_finite(weight)
-        assert stats is not None
+        if stats is None or stats.tokens == 0:
+            return _nearest(weight, scheme, None, options), "calibration never reached this layer: rounded to nearest"
         assert stats.hessian is not None
         factor = _shared_factor(stats, options)
-        scale, zero = scales.choose(weight, scheme, stats.hessian.diagonal(), options.scale_search)
         if factor.lower is None:
-            return numerics.quantize(weight, scheme, scale, zero), factor.note
-        codes = _solve(weight, scheme, scale, zero, factor.order, factor.lower)
-        return QuantizedLinear(scheme, codes, scale, zero), factor.note
+            return _nearest(weight, scheme, stats.hessian.diagonal(), options), factor.note
+        target = weight if stats.cross is None else _corrected(weight, stats.cross, factor)
+        scale, zero = scales.choose(target, scheme, stats.hessian.diagonal(), options.scale_search)
+        q = QuantizedLinear(scheme, _solve(target, scheme, scale, zero, factor.order, factor.lower), scale, zero, super_scales=numerics.super_scales(target, scheme))
+        if options.refine and refine.applies(scheme):
+            q = refine.refine(target, q, factor.hessian, options.refine)
+        return q, factor.note
+
+
+def _nearest(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None, options: Options) -> QuantizedLinear:
+    scale, zero = scales.choose(weight, scheme, importance, options.scale_search)
+    return numerics.quantize(weight, scheme, scale, zero, upper=numerics.super_scales(weight, scheme))
+
+
+def _corrected(weight: torch.Tensor, cross: torch.Tensor, factor: _Factor) -> torch.Tensor:
+    """The weight `[O, I]` whose outputs on the quantized model's inputs are nearest to the unquantized model's; H^-1 is L L^T of the shared factor."""
+    assert factor.lower is not None
+    change = torch.empty_like(weight)
+    change[:, factor.order] = ((weight @ cross)[:, factor.order] @ factor.lower) @ factor.lower.T
+    return weight + change
 
 
 def _shared_factor(stats: Stats, options: Options) -> _Factor:
@@ -87,10 +119,10 @@ def _factorize(hessian: torch.Tensor, options: Options) -> _Factor:
         if lower is not None:
             if damping != options.damping:
                 notes.append(f"damping raised to {damping:g} to keep the Hessian positive definite")
-            return _Factor(order, lower, "; ".join(notes) or None)
+            return _Factor(order, damped, lower, "; ".join(notes) or None)
         damping = max(damping, 1e-4) * _DAMPING_FACTOR
     notes.append("the Hessian is not positive definite at any damping: rounded to nearest")
-    return _Factor(order, None, "; ".join(notes))
+    return _Factor(order, hessian, None, "; ".join(notes))
 
 
 def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:

@@ -73,6 +73,35 @@ def gptq_solve(lower: torch.Tensor, weight_IO: torch.Tensor, scales: torch.Tenso
     return codes
 
 
+def refine_codes(hessian: torch.Tensor, gradient: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, group: torch.Tensor, scheme: Scheme, sweeps: int) -> None:
+    """Coordinate descent over codes, in place (kernels/include/qforge/solver.h).
+
+    Args:
+        hessian: `[I, I]` fp32, symmetric.
+        gradient: `[O, I]` fp32, (W - Q) H; kept up to date.
+        codes: `[O, I]` int8 or uint8.
+        scales: `[R, C]` fp32.
+        group: `[I]` int32, each column's group.
+        scheme: an integer grid.
+        sweeps: at most so many.
+    """
+    native = module()
+    assert native is not None
+    out_features, in_features = codes.shape
+    by_group = scales.expand(out_features, -1).T.contiguous()
+    for tensor, dtype in ((hessian, torch.float32), (gradient, torch.float32), (codes, code_dtype(scheme)), (group, torch.int32)):
+        assert tensor.dtype == dtype
+        assert tensor.is_contiguous()
+    assert hessian.shape == (in_features, in_features)
+    assert gradient.shape == codes.shape
+    assert group.shape == (in_features,)
+    low, high = scheme.code_range
+    native.refine_codes(
+        _pool(torch.get_num_threads()), hessian.data_ptr(), by_group.data_ptr(), group.data_ptr(), low, high, in_features, out_features, sweeps, gradient.data_ptr(),
+        codes.data_ptr(),
+    )  # fmt: skip
+
+
 def best_scale(weight: torch.Tensor, importance: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:
     """Index `[O, C]` of the candidate with the smallest weighted squared error.
 

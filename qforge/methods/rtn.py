@@ -18,10 +18,12 @@ class RTN:
         name: `rtn`, or the name by which recipes ask for a number type that brings its own scheme (`fp8`, `nf4`).
     """
 
-    needs: frozenset[str] = frozenset()
-
     def __init__(self, name: str = "rtn") -> None:
         self.name = name
+
+    def needs(self, options: Options) -> frozenset[str]:
+        """Nothing."""
+        return frozenset()
 
     def supports(self, scheme: Scheme) -> str | None:
         """Every scheme that there is arithmetic for."""

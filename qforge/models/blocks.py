@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +133,7 @@ class BlockModel:
             yield logits
 
     @torch.no_grad()
-    def head_inputs(self, hidden: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def head_inputs(self, hidden: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """What the output head takes, `[N, D]`, for each batch `[B, T, D]` of the last block's outputs."""
         head = self._module.get_output_embeddings()
         seen: list[torch.Tensor] = []

@@ -11,10 +11,10 @@ import torch
 import transformers
 
 from qforge import __version__
-from qforge.calibration.sequential import quantize_blocks
+from qforge.calibration.room import Room
+from qforge.calibration.sequential import Job, quantize_blocks
 from qforge.export.hf import write_artifact
 from qforge.files import sha256_tree, size_of
-from qforge.methods import Options
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
 from qforge.plan import Plan
@@ -51,9 +51,8 @@ def quantize(recipe: Recipe, model: Model, model_sha256: str, blocks: BlockModel
     stages = 0 if plan.quantizer is None else blocks.num_blocks + (blocks.head_name in plan.schemes)
     pieces = BlockPieces(journal, root, stages)
     if plan.quantizer is not None:
-        section = recipe.quantize.options
-        options = Options(section.damping, section.act_order, section.scale_search)
-        quantize_blocks(blocks, plan.quantizer, plan.schemes, options, None if calibration is None else calibration.ids, pieces.store(), progress)
+        job = Job(blocks, plan.quantizer, plan.schemes, plan.options, Room(journal.folder))
+        quantize_blocks(job, None if calibration is None else calibration.ids, pieces.store(), progress)
         pieces.drop_hidden()
     return pieces
 

@@ -11,7 +11,7 @@ from qforge.models.blocks import BlockModel
 from qforge.plan import Plan
 
 PROCESS = 470 << 20  # Python, torch, transformers, tokenizer and headers: measured before the first block is read
-BATCH_TOKENS = 4096  # of calibration.sequential and engines.transformers_engine
+BATCH_TOKENS = 2048  # of calibration.sequential
 CHUNK = 128  # positions whose logits exist at once
 FACTOR_BYTES = 28  # of one square matrix element while its factor is made: Hessian fp32, damped and factors fp64
 SCORING_COPIES = 8  # fp32 arrays [CHUNK, vocabulary] that comparing two models holds

@@ -31,7 +31,7 @@ class Journal:
     """Pieces in one folder, and how many of them this run computed or found."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self.computed = 0
         self._found: set[str] = set()
 
@@ -42,7 +42,7 @@ class Journal:
 
     def load(self, name: str, *, count: bool = True) -> tuple[dict[str, torch.Tensor], Any] | None:
         """Tensors and JSON value of a piece, or None. A damaged file counts as absent."""
-        path = self._folder / f"{name}.safetensors"
+        path = self.folder / f"{name}.safetensors"
         if not path.exists():
             return None
         try:
@@ -58,7 +58,7 @@ class Journal:
 
     def save(self, name: str, tensors: Mapping[str, torch.Tensor], value: Any, *, count: bool = True) -> None:
         """Keep a piece."""
-        path = self._folder / f"{name}.safetensors"
+        path = self.folder / f"{name}.safetensors"
         with atomic(path) as temporary:
             try:
                 save_file({n: t.contiguous() for n, t in tensors.items()}, temporary, metadata={"json": json.dumps(value)})
@@ -68,8 +68,8 @@ class Journal:
 
     def has(self, name: str) -> bool:
         """Whether a piece is there (it may still turn out damaged)."""
-        return (self._folder / f"{name}.safetensors").exists()
+        return (self.folder / f"{name}.safetensors").exists()
 
     def forget(self, name: str) -> None:
         """Remove a piece."""
-        (self._folder / f"{name}.safetensors").unlink(missing_ok=True)
+        (self.folder / f"{name}.safetensors").unlink(missing_ok=True)

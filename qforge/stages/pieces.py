@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from qforge.calibration.sequential import Piece, Store
+from qforge.calibration.sequential import Hidden, Piece, Store
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
 from qforge.stages.journal import Journal, key
@@ -67,14 +67,14 @@ class BlockPieces:
         value = {"schemes": {n: str(q.scheme) for n, q in piece.linears.items()}, "layers": [asdict(layer) for layer in piece.layers]}
         self._journal.save(self._names[index], tensors, value)
 
-    def _load_hidden(self, index: int) -> list[torch.Tensor] | None:
+    def _load_hidden(self, index: int) -> Hidden | None:
         found = self._journal.load(self._hidden[index], count=False)
-        return None if found is None else [found[0][str(i)] for i in range(len(found[0]))]
+        return None if found is None else found[0]
 
-    def _save_hidden(self, index: int, hidden: list[torch.Tensor]) -> None:
-        self._journal.save(self._hidden[index], {str(i): h for i, h in enumerate(hidden)}, None, count=False)
-        if index > 0:
-            self._journal.forget(self._hidden[index - 1])
+    def _save_hidden(self, index: int, hidden: Hidden) -> None:
+        self._journal.save(self._hidden[index], hidden, None, count=False)
+        for earlier in self._hidden[:index]:
+            self._journal.forget(earlier)
 
 
 def _piece(tensors: dict[str, torch.Tensor], value: Any) -> Piece:

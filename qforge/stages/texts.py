@@ -58,7 +58,7 @@ def gather_texts(recipe: Recipe, model: Model, plan: Plan, journal: Journal | No
         evaluation = evaluation_windows(read, tokenizer, recipe.evaluate.window, context=context)
         notes += evaluation.notes
     section = recipe.calibration
-    calibrated = plan.quantizer is not None and bool(plan.quantizer.needs)
+    calibrated = bool(plan.needs)
     reason = supports(model.spec) if calibrated and section.source == "generated" else None
     if reason is not None:
         raise UnsupportedError(f"calibration.source: generated needs the built-in runtime, which cannot run this model: {reason}; name a text file, or builtin")

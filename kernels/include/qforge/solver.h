@@ -22,6 +22,10 @@ struct Grid {
 // codes: [I, O] bytes (int8 or uint8, as low and high say).
 void gptq_solve(Pool &pool, const float *lower, const float *weight, const Grid &grid, int64_t in_features, int64_t out_features, int8_t *codes);
 
+// Coordinate descent on tr((W - Q) H (W - Q)^T) over the codes, scales fixed: every code in turn becomes the best one given all others of its row, `sweeps` times or until
+// none changes. hessian: [I, I], symmetric; gradient: [O, I], (W - Q) H, kept up to date; codes: [O, I] bytes; grid.group: group of each column; zero points do not matter. Columns with H_jj <= 0 stay.
+void refine_codes(Pool &pool, const float *hessian, const Grid &grid, int64_t in_features, int64_t out_features, int sweeps, float *gradient, int8_t *codes);
+
 // For each group of `size` inputs of each row, the candidate scale with the smallest squared rounding error, each input's error weighted; the first wins a tie.
 // weight: [O, C * size]; importance: [C * size]; scales: [K, O, C]; zeros: the same as bytes, or null; best: [O, C].
 void best_scale(Pool &pool, const float *weight, const float *importance, const float *scales, const uint8_t *zeros, float low, float high, int64_t candidates,

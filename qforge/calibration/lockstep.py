@@ -1,0 +1,153 @@
+"""Many batches through one decoder block, held together at every linear: it can be quantized from all its inputs before any batch goes on through it.
+
+Each batch runs the block's own forward in a greenlet, a call stack that can be left in the middle and taken up again, so every linear is computed once,
+with its quantized weight, and this code knows no model family.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import greenlet
+import torch
+from torch import nn
+
+from qforge.calibration.room import Kept, Room
+
+Run = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """All batches wait at a linear.
+
+    Attributes:
+        name: of the linear.
+        repeated: whether its inputs are those of the stop before (query, key and value projections).
+        batches: which batches wait here; the others never run this linear (an expert that they do not use).
+        inputs: the inputs `[B, T, I]` of these batches, one after the other.
+    """
+
+    name: str
+    repeated: bool
+    batches: tuple[int, ...]
+    inputs: Callable[[], Iterator[torch.Tensor]]
+
+
+def lockstep(
+    linears: Mapping[str, nn.Linear], run: Run, batches: Sequence[Kept], outputs: list[Kept], room: Room, rounding: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
+) -> Iterator[Stop]:
+    """Run a block on all batches, yielding at every linear, in the order of `linears`; between two yields the linear's weight may be replaced.
+
+    Args:
+        linears: those to stop at, by name, in the order in which the block calls them.
+        run: the block's forward, `[B, T, D] -> [B, T, D]`.
+        batches: its inputs, freed once they are taken up.
+        outputs: filled with what the block returns, in the order of `batches`.
+        room: keeps waiting inputs and outputs.
+        rounding: what a linear does to its input first, by name; may be added to between two yields.
+    """
+    order = {name: place for place, name in enumerate(linears)}
+    handles = [module.register_forward_pre_hook(_waits(name, rounding)) for name, module in linears.items()]
+    try:
+        flights = [_Flight(run, batch, room) for batch in batches]
+        for flight in flights:
+            flight.go()
+        before: dict[int, torch.Tensor] = {}
+        while waiting := [i for i, f in enumerate(flights) if f.at is not None]:
+            name = min((at for i in waiting if (at := flights[i].at) is not None), key=order.__getitem__)
+            here = tuple(i for i in waiting if flights[i].at == name)
+            inputs = {i: flights[i].held() for i in here}
+            repeated = inputs.keys() == before.keys() and all(inputs[i] is before[i] for i in here)
+            yield Stop(name, repeated, here, functools.partial(_inputs, [flights[i] for i in here]))
+            before = inputs
+            for i in here:
+                flights[i].go()
+        outputs.extend(f.output() for f in flights)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _inputs(flights: Sequence[_Flight]) -> Iterator[torch.Tensor]:
+    for flight in flights:
+        yield flight.input()
+        flight.rest()
+
+
+def _waits(name: str, rounding: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
+    def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        parent = greenlet.getcurrent().parent
+        assert parent is not None
+        parent.switch(name, args[0])
+        return (rounding[name](args[0]), *args[1:]) if name in rounding else args
+
+    return hook
+
+
+class _Flight:
+    """One batch on its way through the block. While it waits, its input may lie on disk, and the tensor that the block's code holds has no storage."""
+
+    def __init__(self, run: Run, batch: Kept, room: Room) -> None:
+        self._room = room
+        self._batch: Kept | None = batch
+        self._stack = greenlet.greenlet(run)
+        self._held: torch.Tensor | None = None
+        self._kept: Kept | None = None
+        self._done: Kept | None = None
+        self.at: str | None = None
+
+    def go(self) -> None:
+        """On to the next linear, or to the end."""
+        if self._batch is not None:
+            start = self._batch.load()
+            self._batch.free()
+            self._batch = None
+            arrived = self._stack.switch(start)
+        else:
+            self.input()
+            arrived = self._stack.switch()
+        if self._stack.dead:
+            self._forget()
+            self.at, self._done = None, self._room.keep(arrived)
+            return
+        self.at, held = arrived
+        if held is not self._held:
+            self._forget()
+            self._held, self._kept = held, self._room.keep(held)
+        self.rest()
+
+    def held(self) -> torch.Tensor:
+        """The tensor that waits, possibly without its values: for identity only."""
+        assert self._held is not None
+        return self._held
+
+    def input(self) -> torch.Tensor:
+        """The tensor that waits, with its values."""
+        assert self._held is not None
+        assert self._kept is not None
+        storage = self._held.untyped_storage()
+        if self._kept.on_disk and storage.nbytes() == 0:
+            storage.resize_(self._held.numel() * self._held.element_size())
+            self._kept.read_into(self._held)
+        return self._held
+
+    def rest(self) -> None:
+        """Give the memory of the waiting tensor back, where it lies on disk."""
+        assert self._held is not None
+        assert self._kept is not None
+        storage = self._held.untyped_storage()
+        if self._kept.on_disk and self._held.is_contiguous() and storage.nbytes() == self._held.numel() * self._held.element_size():
+            storage.resize_(0)
+
+    def output(self) -> Kept:
+        """What the block returned."""
+        assert self._done is not None
+        return self._done
+
+    def _forget(self) -> None:
+        if self._kept is not None:
+            self._kept.free()
+        self._held = self._kept = None

@@ -81,6 +81,9 @@ class Kept:
             self._file.close()
             self._file = None
 
+    def __del__(self) -> None:
+        self.free()
+
 
 def _bytes(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
     """A contiguous tensor's memory. (A numpy view would do, but makes the storage one that cannot be resized.)"""

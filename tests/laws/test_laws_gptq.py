@@ -52,7 +52,7 @@ def dense(weight: torch.Tensor, x: torch.Tensor, q: QuantizedLinear, options: Op
 @pytest.mark.parametrize("act_order", [True, False])
 @pytest.mark.parametrize("width", [96, 288])
 def test_equals_the_dense_formulation(scheme: str, act_order: bool, width: int) -> None:
-    options = Options(act_order=act_order)
+    options = Options(act_order=act_order, refine=0)
     weight, x = problem(3, in_features=width, tokens=4 * width)
     q = solve("gptq", weight, x, scheme, options)
     ours, reference = numerics.dequantize(q).double(), dense(weight, x, q, options)

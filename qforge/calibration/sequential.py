@@ -17,6 +17,7 @@ from torch import nn
 
 from qforge import numerics
 from qforge.calibration.lockstep import lockstep
+from qforge.calibration.ranges import with_input_scale
 from qforge.calibration.room import Kept, Room
 from qforge.calibration.statistics import Sums
 from qforge.errors import NumericalError
@@ -268,6 +269,7 @@ def quantize_linear(name: str, weight: torch.Tensor, scheme: Scheme, quantizer: 
     """Quantize one weight `[O, I]` and measure what that did: relative Frobenius error of the weight and, with a Hessian, of the output."""
     try:
         q, note = quantizer.quantize(weight, scheme, stats, options)
+        q = with_input_scale(q, None if stats is None else stats.absmax)
     except NumericalError as e:
         raise NumericalError(f"{name}: {e}") from e
     error = numerics.dequantize(q) - weight

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command sets it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from typing import Any
 
@@ -11,6 +12,10 @@ import click
 
 from qforge import __version__
 from qforge.errors import QforgeError
+
+# Threads of torch's that wait for work give their core away instead of spinning. On a machine that is busy otherwise GPTQ of a small model took 87 s spinning and 7.5 s so.
+# OpenMP reads this when torch is imported, which every verb does later.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 VERBS = {
     "quantize": "merge, quantize, export, check and report, by recipe",

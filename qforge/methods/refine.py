@@ -34,34 +34,48 @@ def refine(weight: torch.Tensor, q: QuantizedLinear, hessian: torch.Tensor, swee
     """
     in_features = weight.shape[1]
     group = (torch.arange(in_features) // q.scheme.granularity.group_size(in_features)).int()
-    codes, scales = q.codes.clone(), q.scales.clone()
-    gradient = (weight - numerics.dequantize(q)) @ hessian
+    q = replace(q, codes=q.codes.clone())
+    error, gradient = _error(weight, q, hessian)
     for _ in range(sweeps):
-        _fit_scales(codes, scales, q.zeros, gradient, hessian, q.scheme)
+        fitted = replace(q, scales=_fitted_scales(q, gradient, hessian))
+        new_error, new_gradient = _error(weight, fitted, hessian)
+        better = (new_error < error)[:, None]  # rounding to the stored type, or a bound, may spoil a row
+        q = replace(q, scales=torch.where(better, fitted.scales, q.scales))
+        gradient = torch.where(better, new_gradient, gradient)
         if native.runs(q.scheme):
-            native.refine_codes(hessian, gradient, codes, scales, group, q.scheme, 1)
+            native.refine_codes(hessian, gradient, q.codes, q.scales, group, q.scheme, 1)
         else:
-            _sweep(hessian, gradient, codes, scales, group, q.scheme)
-    return replace(q, codes=codes, scales=scales)
+            _sweep(hessian, gradient, q.codes, q.scales, group, q.scheme)
+        error, gradient = _error(weight, q, hessian)
+    return q
 
 
-def _fit_scales(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, gradient: torch.Tensor, hessian: torch.Tensor, scheme: Scheme) -> None:
-    """One after the other, the best scale of each group given all others, rounded to the type in which it is stored; in place."""
-    size = scheme.granularity.group_size(codes.shape[1])
-    for g in range(scales.shape[1]):
+def _error(weight: torch.Tensor, q: QuantizedLinear, hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The error of each row `[O]`, and (W - Q) H `[O, I]`."""
+    difference = weight - numerics.dequantize(q)
+    gradient = difference @ hessian
+    return (gradient * difference).sum(1), gradient
+
+
+def _fitted_scales(q: QuantizedLinear, gradient: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+    """The scales `[O, C]` that are best for these codes (least squares over all groups of a row), rounded to the type in which they are stored.
+
+    A scale moves by half at most, so that none changes its sign.
+    """
+    out_features, groups = q.scales.shape
+    size = q.in_features // groups
+    steps = q.codes.float() - (0 if q.zeros is None else numerics.expand(q.zeros, q.scheme, q.out_features, q.in_features).float())
+    by_group_OCG = steps.view(out_features, groups, size)
+    normal = torch.empty(out_features, groups, groups)
+    for g in range(groups):
         columns = slice(g * size, (g + 1) * size)
-        steps_OG = codes[:, columns].float() - (0 if zeros is None else zeros[:, g : g + 1].float())
-        curvature = ((steps_OG @ hessian[columns, columns]) * steps_OG).sum(1)
-        slope = (steps_OG * gradient[:, columns]).sum(1)
-        old = scales[:, g]
-        wanted = old + torch.where(curvature > 0, slope / curvature.clamp(min=1e-30), torch.zeros_like(slope))
-        # A scale that would shrink to half stays: it belongs to a group whose codes are about to change, not to one that fits badly.
-        new = numerics.round_scale(torch.where(wanted > 0.5 * old, wanted, old), scheme.scale.type)
-        change = new - old
-        better = change * (2 * slope - change * curvature) > 0  # rounding to the stored type may overshoot
-        change = torch.where(better, change, torch.zeros_like(change))
-        gradient -= (change[:, None] * steps_OG) @ hessian[columns]
-        scales[:, g] = old + change
+        normal[:, g] = ((steps[:, columns] @ hessian[columns]).view_as(by_group_OCG) * by_group_OCG).sum(2)
+    slope = (gradient.view_as(by_group_OCG) * by_group_OCG).sum(2)
+    diagonal = normal.diagonal(dim1=1, dim2=2)
+    diagonal += 1e-6 * diagonal + (diagonal <= 0)  # a group of zeros has no say
+    change = torch.linalg.solve(normal, slope)
+    wanted = q.scales + change.nan_to_num(0.0, 0.0, 0.0).clamp(-q.scales / 2, q.scales / 2)
+    return numerics.round_scale(wanted, q.scheme.scale.type)
 
 
 def _sweep(hessian: torch.Tensor, gradient: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, group: torch.Tensor, scheme: Scheme) -> None:

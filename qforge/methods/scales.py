@@ -27,7 +27,7 @@ def choose(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None
     if not search:
         return scales, zeros
     weights = torch.ones(weight.shape[1]) if importance is None else importance / importance.mean().clamp(min=1e-30) + 1e-6
-    if native.runs(scheme) and scheme.granularity.per is not Per.TENSOR:
+    if native.runs(scheme) and scheme.granularity.per is not Per.TENSOR and scheme.scale.super_granularity is None:
         return _search_native(weight, scheme, weights)
     best = _error(weight, scheme, scales, zeros, weights)
     for shrink in GRID[1:]:
@@ -42,9 +42,7 @@ def choose(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None
 
 
 def _search_native(weight: torch.Tensor, scheme: Scheme, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    parts = [minmax_parameters(weight, scheme, shrink) for shrink in GRID]
-    scales = torch.stack([s for s, _ in parts])
-    zeros = None if parts[0][1] is None else torch.stack([z for _, z in parts if z is not None])
+    scales, zeros = minmax_parameters(weight, scheme, torch.tensor(GRID)[:, None, None])
     best = native.best_scale(weight, weights, scales, zeros, scheme).long()[None]
     return scales.gather(0, best)[0], None if zeros is None else zeros.gather(0, best)[0]
 

@@ -7,6 +7,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStatus
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+from compressed_tensors.quantization.utils import calculate_qparams
 
 from qforge import numerics
 from qforge.layouts.compressed_tensors import CompressedTensors
@@ -33,6 +34,13 @@ def test_activations_are_rounded_to_the_same_bits(text: str, seed: int) -> None:
         linear.register_buffer("input_scale", scale.reshape(1))
     theirs = forward_quantize(linear, x, "input", args)
     assert torch.equal(numerics.quantize_activations(x, scheme, scale), theirs)
+
+
+def test_mxfp4_scales_are_the_same() -> None:
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)) * 10 ** torch.randn(64, 1, generator=torch.Generator().manual_seed(1))
+    largest = weight.view(64, 3, 32).abs().amax(-1)
+    args = QuantizationArgs.model_validate(quantization_config({"a": parse("mxfp4")}, [])["config_groups"]["group_0"]["weights"])
+    assert torch.equal(numerics.minmax_parameters(weight, parse("mxfp4"))[0], calculate_qparams(-largest, largest, args)[0])
 
 
 @pytest.mark.parametrize("text", ["nvfp4", "mxfp4"])

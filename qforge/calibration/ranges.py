@@ -12,12 +12,7 @@ import torch
 from qforge import numerics
 from qforge.errors import NumericalError
 from qforge.qlinear import QuantizedLinear
-from qforge.scheme import ScaleType, Scheme
-
-
-def is_static(scheme: Scheme) -> bool:
-    """Whether a linear of this scheme needs `absmax`."""
-    return scheme.activations is not None and scheme.activations.static
+from qforge.scheme import ScaleType
 
 
 def with_input_scale(q: QuantizedLinear, absmax: torch.Tensor | None) -> QuantizedLinear:
@@ -30,7 +25,7 @@ def with_input_scale(q: QuantizedLinear, absmax: torch.Tensor | None) -> Quantiz
     Raises:
         NumericalError: there is no such statistic, or it is not finite or beyond what fp16 scales hold.
     """
-    if not is_static(q.scheme) or q.scheme.activations is None:
+    if q.scheme.activations is None or not q.scheme.activations.static:
         return q
     if absmax is None:
         raise NumericalError("calibration never reached this layer, so that its static activation scale is unknown; override its scheme with dynamic activations (+int8-token)")

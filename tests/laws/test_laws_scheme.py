@@ -58,7 +58,7 @@ def test_what_is_no_scheme_is_refused_with_help(text: str) -> None:
 
 
 RTN_SCHEMES = ["int2-g8-sym", "int3-g8-asym", "int4-g8-sym", "int4-g16-asym", "int4-g8-offset", "int4-channel-sym", "int4-tensor-asym",
-               "int8-g16-sym", "int8-channel-asym", "int8-channel-sym@f32", "fp8-e4m3-channel", "fp8-e4m3-block8", "fp8-e5m2-tensor", "nf4-g16",
+               "int5-g8-sym", "int6-g16-asym", "int8-g16-sym", "int8-channel-asym", "int8-channel-sym@f32", "fp8-e4m3-channel", "fp8-e4m3-block8", "fp8-e5m2-tensor", "nf4-g16",
                "fp4-e2m1-g16@e8m0", "fp4-e2m1-g16@e4m3", "nf4-g4@u8/g8:f32", "fp4-e2m1-g8@e4m3/tensor:f32", "int4-g4-sym@u6/g16:f16",
                "int4-g8-asym@u6/g16:f16", "int4-g4-offset@u6/g8:f16", "int8-channel-sym+int8-token", "fp8-e4m3-block8+fp8-e4m3-g8"]  # fmt: skip
 

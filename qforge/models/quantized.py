@@ -134,10 +134,10 @@ def _gptq_schemes(config: Mapping[str, Any], held: set[str], skeleton: Skeleton,
 
 
 def _nf4_schemes(source: WeightSource, config: Mapping[str, Any], held: set[str], skeleton: Skeleton, origin: str) -> dict[str, Scheme]:
-    quantized = [name for name in skeleton.linears if bitsandbytes.is_quantized(name, held)]
-    if not quantized:
-        raise ModelError(f"{origin}: quantization_config says bitsandbytes, but the files hold no quantization state of this model's linears")
     try:
-        return bitsandbytes.read_config(config, quantized, source.read)
+        schemes = bitsandbytes.read_config(config, [name for name in skeleton.linears if bitsandbytes.is_quantized(name, held)], source.read)
     except ModelError as e:
         raise ModelError(f"{origin}: {e}") from e
+    if not schemes:
+        raise ModelError(f"{origin}: quantization_config says bitsandbytes, but the files hold no quantization state of this model's linears")
+    return schemes

@@ -44,6 +44,7 @@ _REQUIRED = (
     ("huggingface-hub", "models from the hub"),
     ("compressed-tensors", "the artifact's layout"),
     ("gguf", "GGUF files"),
+    ("greenlet", "calibration"),
     ("pydantic", "recipes"),
     ("pyyaml", "recipes"),
     ("click", "command line"),

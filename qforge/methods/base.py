@@ -25,7 +25,7 @@ class Options:
         refine: after the rounding, sweeps of coordinate descent over codes and least squares over scales; 0 for none.
     """
 
-    damping: float = 0.01
+    damping: float = 0.2
     act_order: bool = True
     scale_search: bool = True
     error_correction: bool = True

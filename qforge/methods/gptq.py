@@ -27,7 +27,7 @@ from qforge.qlinear import QuantizedLinear, code_dtype
 from qforge.scheme import Scheme
 
 BLOCK = 128  # columns whose updates are kept together before they are pushed on in one matrix product
-_DAMPING_FACTOR, _DAMPING_LIMIT = 10.0, 10.0
+_DAMPING_FACTOR, _DAMPING_LIMIT = 10.0, 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class GPTQ:
         """See `Quantizer.quantize`; `stats.hessian` is `[I, I]`.
 
         A column that calibration never excited is rounded to nearest. A Hessian that stays indefinite after raising the damping tenfold
-        up to ten times its mean diagonal makes the whole layer round to nearest; the note says so.
+        up to a hundred times its mean diagonal makes the whole layer round to nearest; the note says so.
         """
         check_finite(weight)
         if stats is None or stats.tokens == 0:

@@ -140,7 +140,7 @@ class OverrideSection(_Section):
 class OptionsSection(_Section):
     """How a method works, where its defaults do not fit."""
 
-    damping: float = Field(0.01, gt=0, le=1, description="GPTQ: share of the Hessian's mean diagonal that is added to its diagonal.")
+    damping: float = Field(0.2, gt=0, le=1, description="GPTQ: share of the Hessian's mean diagonal that is added to its diagonal.")
     act_order: bool = Field(True, description="GPTQ: quantize the inputs with the largest activations first. Groups stay where they are, so that it costs nothing at run time.")
     scale_search: bool = Field(True, description="Choose scales by least squared error instead of by the largest weight.")
     error_correction: bool = Field(

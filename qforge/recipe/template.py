@@ -30,9 +30,11 @@ quantize:
   # overrides:              # other schemes for some layers
   #   - {match: "*.down_proj", scheme: int8-g64-sym}
   options:
-    damping: 0.01
+    damping: 0.2
     act_order: true
     scale_search: true
+    error_correction: true  # each layer makes up for the errors of those before it: better, half as slow again
+    refine: 3               # sweeps over codes and scales after the rounding
     group_fallback: error   # a width that the group size does not divide: error, adjust or ignore
 
 # Further formats of the same integers; OUT/model (Hugging Face, compressed-tensors layout) is always written.

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from qforge.calibration.room import BUDGET
 from qforge.models.blocks import BlockModel
 from qforge.plan import Plan
 
 PROCESS = 470 << 20  # Python, torch, transformers, tokenizer and headers: measured before the first block is read
 BATCH_TOKENS = 2048  # of calibration.sequential
 CHUNK = 128  # positions whose logits exist at once
+HELD = 4  # arrays of the hidden width that a decoder block keeps of every token while it waits at a linear: residual, normed input, query, key and value
 FACTOR_BYTES = 28  # of one square matrix element while its factor is made: Hessian fp32, damped and factors fp64
 SCORING_COPIES = 8  # fp32 arrays [CHUNK, vocabulary] that comparing two models holds
 
@@ -57,15 +59,21 @@ def _block_shapes(plan: Plan, blocks: BlockModel) -> list[tuple[int, int]]:
 def _quantize_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
     shapes = _block_shapes(plan, blocks)
     widths = {i for _, i in shapes}
+    streams = 2 if "cross" in plan.needs else 1
     embedding = {"the embedding, as stored and in fp32": blocks.vocab_size * blocks.hidden_size * 8}
     block = {"one decoder block in fp32, read and quantized": 3 * sum(o * i for o, i in shapes) * 4}
     if tokens:
         block |= {
             "outputs of its linears for one batch": min(tokens, BATCH_TOKENS) * sum(o for o, _ in shapes) * 4,
-            "Hessians and their factors": sum(w * w for w in widths) * 4 + max(widths) ** 2 * FACTOR_BYTES,
+            "one linear's statistics and their factor": max(widths) ** 2 * (FACTOR_BYTES + (4 if "cross" in plan.needs else 0)),
+            "what waiting batches hold": tokens * HELD * blocks.hidden_size * 4,
         }
     larger = max((embedding, block), key=lambda part: sum(part.values())) if tokens else block
-    return {"Python, torch, transformers, tokenizer": PROCESS, "hidden states of the calibration text": tokens * blocks.hidden_size * 4, **larger}
+    return {
+        "Python, torch, transformers, tokenizer": PROCESS,
+        "activations of the calibration text, up to their budget": min(tokens * streams * blocks.hidden_size * 4, BUDGET),
+        **larger,
+    }
 
 
 def _evaluate_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
@@ -83,9 +91,12 @@ def _seconds(plan: Plan, blocks: BlockModel, calibration: int, evaluation: int, 
     rate = gemm_rate()
     weights = sum(o * i for o, i in shapes) * blocks.num_blocks
     head = blocks.vocab_size * blocks.hidden_size
-    hessians = sum(i * i for _, i in shapes) * 4 // 7 * blocks.num_blocks  # linears that share an input share its Hessian: 4 inputs for 7 linears
-    quantize = calibration * (2 * weights + hessians) / rate
-    return {"quantize": quantize + (0.3 if calibration else 0.05) * blocks.num_blocks, "evaluate": evaluation * passes * (weights + head) / rate}
+    inputs = sum(i * i for _, i in shapes) * 4 // 7 * blocks.num_blocks  # linears that share an input share its statistics: 4 inputs for 7 linears
+    corrected = "cross" in plan.needs
+    per_token = 2 * (weights + inputs) if corrected else weights + inputs
+    per_linear = sum(o * i * i for o, i in shapes) * blocks.num_blocks * (3 * plan.options.refine + 2 * corrected)
+    quantize = (calibration * per_token + per_linear) / rate if calibration else 0.0
+    return {"quantize": quantize + (0.5 if calibration else 0.05) * blocks.num_blocks, "evaluate": evaluation * passes * (weights + head) / rate}
 
 
 def gemm_rate() -> float:

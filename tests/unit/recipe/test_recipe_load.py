@@ -41,7 +41,7 @@ def test_three_keys_are_enough_and_the_rest_has_the_documented_defaults(tmp_path
     assert recipe.quantize.scheme == parse("int4-g64-sym")
     assert recipe.quantize.ignore == ("lm_head",)
     options = recipe.quantize.options
-    assert (options.damping, options.act_order, options.scale_search, options.group_fallback) == (0.01, True, True, "error")
+    assert (options.damping, options.act_order, options.scale_search, options.group_fallback) == (0.2, True, True, "error")
     assert (recipe.calibration.source, recipe.calibration.samples, recipe.calibration.sequence_length, recipe.calibration.seed) == ("builtin", 128, 512, 0)
     assert recipe.evaluate is not None
     assert (recipe.evaluate.text, recipe.evaluate.window, recipe.evaluate.against, recipe.evaluate.engine, recipe.evaluate.tasks) == ("builtin", 2048, "original", "auto", ())

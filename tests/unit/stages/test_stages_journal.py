@@ -71,12 +71,12 @@ def test_quantized_blocks_round_trip(tmp_path: Path) -> None:
 def test_only_the_newest_hidden_states_are_kept(tmp_path: Path) -> None:
     pieces = BlockPieces(Journal(tmp_path), "root", 3)
     store = pieces.store()
-    store.save_hidden(0, [torch.ones(2, 3), torch.zeros(1, 3)])
-    store.save_hidden(1, [torch.full((2, 3), 2.0)])
+    store.save_hidden(0, {"quantized.0": torch.ones(2, 3), "quantized.1": torch.zeros(1, 3)})
+    store.save_hidden(1, {"quantized.0": torch.full((2, 3), 2.0)})
     assert store.load_hidden(0) is None
     found = store.load_hidden(1)
     assert found is not None
-    assert torch.equal(found[0], torch.full((2, 3), 2.0))
+    assert torch.equal(found["quantized.0"], torch.full((2, 3), 2.0))
     pieces.drop_hidden()
     assert not list(tmp_path.iterdir())
 

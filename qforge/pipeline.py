@@ -21,7 +21,7 @@ from qforge.progress import SILENT, Progress
 from qforge.recipe import Recipe, load_recipe
 from qforge.stages import artifact as artifacts
 from qforge.stages import evidence, exports, outcome
-from qforge.stages.estimates import Estimate, estimate
+from qforge.stages.estimates import Estimate, activation_budget, estimate
 from qforge.stages.journal import Journal
 from qforge.stages.meter import Meter, return_freed_memory
 from qforge.stages.texts import Texts, gather_texts
@@ -46,6 +46,7 @@ def plan(recipe: Recipe | str | Path, *, overrides: Sequence[str] = ()) -> tuple
     planned = make_plan(recipe, model, blocks)
     exports.check(recipe, replace(model, schemes=planned.schemes))
     texts = gather_texts(recipe, model, planned, None)
+    _budget(recipe, planned, blocks, texts)
     return recipe, planned, _estimate(recipe, planned, blocks, texts)
 
 
@@ -75,7 +76,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
         blocks = BlockModel(model)
         planned = make_plan(recipe, model, blocks)
         skipped = exports.check(recipe, replace(model, schemes=planned.schemes))
-        gather_texts(recipe, model, planned, None)
+        budget = _budget(recipe, planned, blocks, gather_texts(recipe, model, planned, None))
         model_sha256 = model.fingerprint()
         _refuse_foreign(out, recipe)
     with lock(out):
@@ -87,7 +88,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
             progress.note(note)
         artifacts.clear_others(out, recipe, model_sha256, planned, texts, journal)
         with meter.stage("quantize"):
-            pieces = artifacts.quantize(recipe, model, model_sha256, blocks, planned, texts, journal, progress)
+            pieces = artifacts.quantize(recipe, model_sha256, blocks, planned, texts, budget, journal, progress)
         with meter.stage("write"):
             written = artifacts.write(out / "model", recipe, model, model_sha256, planned, texts, pieces, journal)
             artifact = open_model(str(out / "model"))
@@ -152,10 +153,17 @@ def export(artifact: str | Path, format: str, *, type: str | None = None, out: s
 
 
 def _estimate(recipe: Recipe, planned: Plan, blocks: BlockModel, texts: Texts) -> Estimate:
-    """The estimate for the texts that were gathered; `generated` calibration text counts as asked for."""
+    return estimate(planned, blocks, *_tokens(recipe, planned, texts), adapters=bool(recipe.adapters))
+
+
+def _budget(recipe: Recipe, planned: Plan, blocks: BlockModel, texts: Texts) -> int:
+    return activation_budget(planned, blocks, *_tokens(recipe, planned, texts), recipe.run.memory_limit)
+
+
+def _tokens(recipe: Recipe, planned: Plan, texts: Texts) -> tuple[int, int]:
+    """Of calibration and of evaluation, for the texts that were gathered; `generated` calibration text counts as asked for."""
     asked = recipe.calibration.samples * recipe.calibration.sequence_length if planned.needs else 0
-    calibration = asked if texts.calibration is None else texts.calibration.tokens
-    return estimate(planned, blocks, calibration, 0 if texts.evaluation is None else texts.evaluation.tokens, adapters=bool(recipe.adapters))
+    return asked if texts.calibration is None else texts.calibration.tokens, 0 if texts.evaluation is None else texts.evaluation.tokens
 
 
 def _loaded(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:

@@ -78,8 +78,10 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel) -> Plan:
     parameters = sum(_count(model.weights.info(n).shape) for n in model.weights.names())
     stored, weights, total = _sizes(model, layers)
     bits_per_weight = stored / weights if weights else 8.0 * model.dtype.itemsize
-    hidden = 2 * recipe.calibration.samples * recipe.calibration.sequence_length * blocks.hidden_size * 4 if needed else 0
-    disk = total * (1 + len(recipe.export)) + 2 * weights + hidden
+    tokens = recipe.calibration.samples * recipe.calibration.sequence_length if needed else 0
+    widest = max((p.in_features for p in layers if p.scheme is not None), default=0)
+    spilled = tokens * 4 * (4 * blocks.hidden_size + 2 * widest)  # both streams, in the journal and on their way; what waits at a block's linears
+    disk = total + sum(export_bytes(e.type, parameters, total) for e in recipe.export) + 2 * weights + spilled
     return Plan(layers, quantizer, options, needed, parameters, total, bits_per_weight, total / (2 * parameters), disk, tuple(notes))
 
 
@@ -91,8 +93,6 @@ def _refuse_unavailable(recipe: Recipe) -> None:
         raise UnsupportedError(f"run.device: {run.device} is not available yet; use device: cpu")
     if run.workers != 1:
         raise UnsupportedError(f"run.workers: {run.workers} is not available yet; use workers: 1")
-    if run.memory_limit is not None:
-        raise UnsupportedError("run.memory_limit is not available yet; leave it out (a run needs about one decoder block and the calibration activations)")
     if run.activations != "fp":
         raise UnsupportedError(f"run.activations: {run.activations} is not available yet; use activations: fp")
     if recipe.evaluate is not None and recipe.evaluate.tasks:
@@ -171,6 +171,11 @@ def _sizes(model: Model, layers: Sequence[LayerPlan]) -> tuple[int, int, int]:
     bits = sum(p.scheme.storage_bits(p.out_features, p.in_features) for p in quantized.values() if p.scheme is not None)
     weights = sum(p.out_features * p.in_features for p in quantized.values())
     return bits, weights, total + bits // 8
+
+
+def export_bytes(type_name: str | None, parameters: int, artifact_bytes: int) -> int:
+    """About how large an export gets: as many bytes as its type of floats takes, or as the artifact's integers take."""
+    return {"f32": 4, "f16": 2, "bf16": 2}.get(type_name or "", 0) * parameters or artifact_bytes
 
 
 def _count(shape: Iterable[int]) -> int:

@@ -44,14 +44,14 @@ def clear_others(out: Path, recipe: Recipe, model_sha256: str, plan: Plan, texts
             shutil.rmtree(out / name, ignore_errors=True)
 
 
-def quantize(recipe: Recipe, model: Model, model_sha256: str, blocks: BlockModel, plan: Plan, texts: Texts, journal: Journal, progress: Progress) -> BlockPieces:
-    """Quantize every planned linear; finished blocks are taken up from the journal."""
+def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, texts: Texts, budget: int, journal: Journal, progress: Progress) -> BlockPieces:
+    """Quantize every planned linear, with `budget` bytes of activations in memory; finished blocks are taken up from the journal."""
     calibration = texts.calibration
     root = root_key(recipe, model_sha256, plan, texts)
     stages = 0 if plan.quantizer is None else blocks.num_blocks + (blocks.head_name in plan.schemes)
     pieces = BlockPieces(journal, root, stages)
     if plan.quantizer is not None:
-        job = Job(blocks, plan.quantizer, plan.schemes, plan.options, Room(journal.folder))
+        job = Job(blocks, plan.quantizer, plan.schemes, plan.options, Room(journal.folder, budget))
         quantize_blocks(job, None if calibration is None else calibration.ids, pieces.store(), progress)
         pieces.drop_hidden()
     return pieces

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from qforge.calibration.room import BUDGET
+from qforge.errors import RecipeError
 from qforge.models.blocks import BlockModel
 from qforge.plan import Plan
 
@@ -15,6 +16,7 @@ PROCESS = 470 << 20  # Python, torch, transformers, tokenizer and headers: measu
 BATCH_TOKENS = 2048  # of calibration.sequential
 CHUNK = 128  # positions whose logits exist at once
 HELD = 4  # arrays of the hidden width that a decoder block keeps of every token while it waits at a linear: residual, normed input, query, key and value
+ACTIVATIONS = "activations of the calibration text, up to their budget"
 FACTOR_BYTES = 28  # of one square matrix element while its factor is made: Hessian fp32, damped and factors fp64
 SCORING_COPIES = 8  # fp32 arrays [CHUNK, vocabulary] that comparing two models holds
 
@@ -52,6 +54,22 @@ def estimate(plan: Plan, blocks: BlockModel, calibration_tokens: int, evaluation
     return Estimate(stages[peak], peak, _seconds(plan, blocks, calibration_tokens, evaluation_tokens, 3 if adapters else 2))
 
 
+def activation_budget(plan: Plan, blocks: BlockModel, calibration_tokens: int, evaluation_tokens: int, limit: int | None) -> int:
+    """Bytes of calibration activations that may lie in memory at once; the rest goes to disk.
+
+    Raises:
+        RecipeError: what cannot go to disk is estimated to exceed the limit already.
+    """
+    if limit is None:
+        return BUDGET
+    fixed = sum(size for name, size in _quantize_memory(plan, blocks, calibration_tokens).items() if name != ACTIVATIONS)
+    evaluate = sum(_evaluate_memory(plan, blocks, evaluation_tokens).values()) if evaluation_tokens else 0
+    for needed, stage, way_out in ((fixed, "quantizing", "fewer calibration tokens"), (evaluate, "evaluating", "a shorter evaluation text, or evaluate: null")):
+        if needed > limit:
+            raise RecipeError(f"run.memory_limit: {limit / 2**20:,.0f} MiB, but {stage} takes about {needed / 2**20:,.0f} MiB; raise the limit, or try {way_out}")
+    return limit - fixed
+
+
 def _block_shapes(plan: Plan, blocks: BlockModel) -> list[tuple[int, int]]:
     return [(p.out_features, p.in_features) for p in plan.layers if p.name.startswith(blocks.block_names[0] + ".")]
 
@@ -71,7 +89,7 @@ def _quantize_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, i
     larger = max((embedding, block), key=lambda part: sum(part.values())) if tokens else block
     return {
         "Python, torch, transformers, tokenizer": PROCESS,
-        "activations of the calibration text, up to their budget": min(tokens * streams * blocks.hidden_size * 4, BUDGET),
+        ACTIVATIONS: min(tokens * streams * blocks.hidden_size * 4, BUDGET),
         **larger,
     }
 

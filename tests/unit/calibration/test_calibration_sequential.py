@@ -127,6 +127,19 @@ def test_statistics_are_those_of_two_whole_models(tmp_path: Path, family: str, b
         quantized.get_submodule(name).weight.data = numerics.dequantize(memory.linears()[name])
 
 
+def test_what_lies_on_disk_changes_no_bit(tmp_path: Path) -> None:
+    blocks = BlockModel(open_model(str(tiny.make(tmp_path / "m"))))
+    found = []
+    for folder, budget in ((None, 0), (tmp_path, 1 << 30), (tmp_path, 20_000), (tmp_path, 0)):
+        memory, gptq = Memory(), find("gptq")
+        assert gptq is not None
+        room = Room(folder, budget)
+        quantize_blocks(Job(blocks, gptq, schemes_of(blocks), Options(), room), windows(60), memory.store(), SILENT)
+        found.append(memory.linears())
+        assert room.used == 0
+    assert all(q.equals(other[n]) for other in found[1:] for n, q in found[0].items())
+
+
 def test_linears_that_share_an_input_share_its_statistics(tmp_path: Path) -> None:
     blocks = BlockModel(open_model(str(tiny.make(tmp_path / "m"))))
     spy = Spy()

@@ -61,7 +61,7 @@ def test_a_plan_writes_nothing_and_predicts_the_size(tmp_path: Path) -> None:
         ({"export": [{"format": "gguf", "type": "q4_0"}], "quantize": {"method": "rtn", "scheme": "int8-g32-sym"}}, UnsupportedError, "(?i)q4_0"),
         ({"run": {"device": "cuda"}}, MissingCapabilityError, "no usable CUDA device"),
         ({"run": {"workers": 2}}, UnsupportedError, "workers"),
-        ({"run": {"memory_limit": "1GiB"}}, UnsupportedError, "memory_limit"),
+        ({"run": {"memory_limit": "100MiB"}}, RecipeError, r"memory_limit: 100 MiB, but quantizing takes about \d+ MiB"),
         ({"run": {"activations": "int8"}}, UnsupportedError, "activations"),
     ],
 )  # fmt: skip

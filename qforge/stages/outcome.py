@@ -17,6 +17,7 @@ from qforge.evaluate import gates
 from qforge.models.model import Model
 from qforge.plan import Plan
 from qforge.recipe import Recipe
+from qforge.stages import guards
 from qforge.stages.estimates import Estimate
 from qforge.stages.journal import Journal
 from qforge.stages.meter import Meter
@@ -73,7 +74,7 @@ def assemble(
         peak_rss_bytes=meter.peak(),
         memory=_memory(meter, estimate),
         environment=environment(),
-        warnings=[*plan.notes, *texts.notes, *(f"{layer.name}: {layer.note}" for layer in pieces.layers() if layer.note)],
+        warnings=[*plan.notes, *texts.notes, *(f"{layer.name}: {layer.note}" for layer in pieces.layers() if layer.note), *guards.outliers(pieces.layers())],
     )
 
 

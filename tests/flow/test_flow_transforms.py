@@ -38,7 +38,9 @@ def kl(folder: Path, out: str, method: object, scheme: str) -> float:
     return results.evaluation.kl_mean
 
 
-@pytest.mark.parametrize(("method", "scheme", "plain", "gain"), [("smoothquant", STATIC, "rtn", 0.1), ("awq", "int4-g32-sym", "rtn", 0.7), (["smoothquant", "gptq"], STATIC, "gptq", 0.1)])
+@pytest.mark.parametrize(
+    ("method", "scheme", "plain", "gain"), [("smoothquant", STATIC, "rtn", 0.1), ("awq", "int4-g32-sym", "rtn", 0.7), (["smoothquant", "gptq"], STATIC, "gptq", 0.1)]
+)
 def test_outlier_channels_lose_their_harm(tmp_path: Path, method: object, scheme: str, plain: str, gain: float) -> None:
     with_outliers(tiny.make(tmp_path / "model"))
     assert kl(tmp_path, "with", method, scheme) < gain * kl(tmp_path, "without", plain, scheme)

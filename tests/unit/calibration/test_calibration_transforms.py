@@ -29,9 +29,9 @@ def tensors_of(memory: Memory) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "phi3"])
-@pytest.mark.parametrize("method", [["awq", "gptq"], ["smoothquant", "gptq"]])
+@pytest.mark.parametrize("method", [["awq", "rtn"], ["smoothquant", "rtn"]])
 def test_the_model_is_the_same_before_rounding(tmp_path: Path, family: str, method: list[str]) -> None:
-    """At 8 bits per channel, with dynamic activations or none, little is lost; a fold that went wrong would be seen at once."""
+    """At 8 bits little is lost; a fold that went wrong would be seen at once, as is the lack of the changed norms and biases."""
     folder, memory = tiny.make(tmp_path / "m", family), Memory()
     quantize_blocks(job(open_model(str(folder)), method, "int8-g32-sym" if "awq" in method else "int8-channel-sym+int8-token"), windows(), memory.store(), SILENT)
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -45,8 +45,8 @@ def test_the_model_is_the_same_before_rounding(tmp_path: Path, family: str, meth
         got = whole(input_ids=windows()).logits
     assert tensors_of(memory)
     assert family != "qwen2" or any(n.endswith("v_proj.bias") for n in tensors_of(memory))
-    assert (got - wanted).std() < 0.03 * wanted.std()
-    assert (unfolded - wanted).std() > 0.1 * wanted.std()
+    assert (got - wanted).std() < 0.05 * wanted.std()
+    assert (unfolded - wanted).std() > 3 * (got - wanted).std()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

@@ -70,7 +70,7 @@ def test_awq_chooses_the_ratio_with_the_smallest_output_error() -> None:
 
     grid = [error(strength ** (i / 20)) for i in range(20)]
     assert error(factors) == pytest.approx(min(grid), rel=0.02)
-    assert error(factors) < 0.95 * grid[0]
+    assert error(factors) < 0.97 * grid[0]
 
 
 @pytest.mark.parametrize("transform", [AWQ(), SmoothQuant()], ids=["awq", "smoothquant"])

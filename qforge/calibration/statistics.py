@@ -9,7 +9,7 @@ import torch
 
 from qforge.methods import Stats
 
-SAMPLE = 1024  # rows that are kept at most
+SAMPLE = 512  # rows that are kept at most
 COLUMNS = 256  # of a product: the Hessian is symmetric, so only the tiles on and below its diagonal are computed
 
 

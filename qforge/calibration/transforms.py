@@ -15,10 +15,10 @@ from qforge.calibration.room import Kept
 from qforge.calibration.statistics import Sums
 from qforge.errors import NumericalError
 from qforge.methods import Options, Stats, Transform
-from qforge.methods.transform import Reader, scaled
+from qforge.methods.transform import Reader, scaled, spread
 from qforge.models.blocks import BlockModel
 from qforge.models.link_search import find_links
-from qforge.models.links import Fold, Link, apply, settle, spread
+from qforge.models.links import Fold, Link, apply, settle
 from qforge.scheme import Scheme
 
 PROBE = 8  # tokens to find links with: enough to see what attention mixes

@@ -16,7 +16,7 @@ import torch
 from qforge import numerics
 from qforge.methods import scales
 from qforge.methods.base import Options, Stats
-from qforge.methods.transform import Reader, centred, check_activations, per_channel
+from qforge.methods.transform import Reader, centred, check_activations, per_channel, spread
 from qforge.scheme import Scheme
 
 RATIOS = 20
@@ -46,7 +46,7 @@ class AWQ:
         best, least = torch.ones(channels), float("inf")
         for step in range(RATIOS):
             factors = centred(torch.where(live, strength, torch.ones(())) ** (step / RATIOS), live)
-            loss = _loss(some, stats.hessian, torch.where(columns >= 0, factors[columns.clamp(min=0)], torch.ones(())))
+            loss = _loss(some, stats.hessian, spread(factors, columns))
             if loss < least:
                 best, least = factors, loss
         return best

@@ -23,7 +23,7 @@ class Options:
         scale_search: choose scales by smallest weighted squared error instead of by the range.
         error_correction: aim at the outputs of the *unquantized* model, so that a layer makes up for the errors of those before it.
         refine: after the rounding, sweeps of coordinate descent over codes and least squares over scales; 0 for none.
-        smoothing: SmoothQuant's exponent: the share of the difficulty that moves from inputs into weights.
+        smoothing: SmoothQuant's exponent, the share of the difficulty that moves from inputs into weights; None chooses one for each link.
     """
 
     damping: float = 0.2
@@ -31,7 +31,7 @@ class Options:
     scale_search: bool = True
     error_correction: bool = True
     refine: int = 3
-    smoothing: float = 0.5
+    smoothing: float | None = None
 
 
 @dataclass(slots=True)

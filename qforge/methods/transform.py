@@ -62,6 +62,11 @@ def scaled(stats: Stats, factors: torch.Tensor) -> Stats:
     )
 
 
+def spread(channels: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Values of channels `[C]` at the columns `[I]` that carry them; 1 at the others."""
+    return torch.where(columns >= 0, channels[columns.clamp(min=0)], torch.ones(()))
+
+
 def per_channel(values: torch.Tensor, columns: torch.Tensor, channels: int) -> torch.Tensor:
     """The largest of the values `[I]` over the columns that carry a channel, `[C]`; 0 for a channel that none carries."""
     carried = columns >= 0

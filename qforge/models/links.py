@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from qforge.methods.transform import spread
+
 Run = Callable[[torch.Tensor], torch.Tensor]
 TOLERANCE = 1e-4  # of what the block adds to the residual stream; true links of the families that tests name stay below 4e-6, false ones are beyond 1e-2
 
@@ -55,11 +57,6 @@ class Fold:
     def column_factors(self) -> torch.Tensor:
         """`[I]` fp32: what each input column of the readers is multiplied by."""
         return spread(self.factors, self.link.columns)
-
-
-def spread(channels: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Values of channels `[C]` at the columns `[I]` that carry them; 1 at the others."""
-    return torch.where(columns >= 0, channels[columns.clamp(min=0)], torch.ones(()))
 
 
 def settle(link: Link, module: nn.Module, factors: torch.Tensor, dtype: Callable[[str], torch.dtype]) -> Fold:

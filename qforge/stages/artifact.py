@@ -64,7 +64,9 @@ def write(folder: Path, recipe: Recipe, model: Model, model_sha256: str, plan: P
     if found is not None and folder.is_dir() and sha256_tree(folder) == found[1]["sha256"]:
         return dict(found[1])
     owner = pieces.names()
-    write_artifact(folder, model, plan.schemes, lambda n: pieces.linear(owner[n], n), provenance(recipe, model, model_sha256, plan, texts, pieces), changed=pieces.changed())
+    changed = pieces.changed() if plan.transforms else {}
+    origin = {**provenance(recipe, model, model_sha256, plan, texts, pieces), "changed": sorted(changed)}
+    write_artifact(folder, model, plan.schemes, lambda n: pieces.linear(owner[n], n), origin, changed=changed)
     weights = sum(size_of(p) for p in folder.glob("*.safetensors"))
     described = {"sha256": sha256_tree(folder), "size_bytes": size_of(folder), "weights_bytes": weights, "model_sha256": model_sha256}
     journal.save(name, {"done": torch.ones(1)}, described)
@@ -82,6 +84,5 @@ def provenance(recipe: Recipe, model: Model, model_sha256: str, plan: Plan, text
         "quantize": section["quantize"],
         "calibration": texts.described and {k: v for k, v in texts.described.items() if k not in ("source", "overlap")},
         "bits_per_weight": plan.bits_per_weight,
-        "changed": sorted(pieces.changed()),
         "layers": [asdict(layer) for layer in pieces.layers()],
     }

@@ -17,7 +17,7 @@ from torch import nn
 from qforge.methods.transform import spread
 
 Run = Callable[[torch.Tensor], torch.Tensor]
-TOLERANCE = 1e-4  # of what the block adds to the residual stream; true links of the families that tests name stay below 4e-6, false ones are beyond 1e-2
+TOLERANCE = 3e-5  # of what the block adds to the residual stream: true links of twelve families and of SmolLM2-135M stay below 1.3e-6, false ones are beyond .07
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 
 from qforge.errors import MissingCapabilityError, RecipeError, UnsupportedError
 from qforge.layouts import checkpoint
-from qforge.methods import Options, Quantizer, find, statistics_needed
+from qforge.methods import Options, Quantizer, Transform, find, find_transforms, statistics_needed
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
 from qforge.recipe import Recipe
@@ -35,6 +35,7 @@ class Plan:
     Attributes:
         layers: every linear of the decoder blocks, then the output head.
         quantizer: the method, None for `none`.
+        transforms: what is folded into the weights before.
         options: of the method.
         needs: statistics that calibration gathers; empty where it is not needed.
         parameters: of the merged model, tied tensors counted once.
@@ -47,6 +48,7 @@ class Plan:
 
     layers: tuple[LayerPlan, ...]
     quantizer: Quantizer | None
+    transforms: tuple[Transform, ...]
     options: Options
     needs: frozenset[str]
     parameters: int
@@ -71,10 +73,12 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel) -> Plan:
         MissingCapabilityError: a requested export or device that this machine cannot make.
     """
     _refuse_unavailable(recipe)
-    quantizer = find(recipe.quantize.method)
+    quantizer, transforms = find(recipe.quantize.method), find_transforms(recipe.quantize.method)
     options = Options(**{f.name: getattr(recipe.quantize.options, f.name) for f in fields(Options)})
     layers, notes = _layers(recipe, model, blocks, quantizer)
-    needed = frozenset() if quantizer is None else statistics_needed(quantizer, [p.scheme for p in layers if p.scheme is not None], options)
+    schemes = list(dict.fromkeys(p.scheme for p in layers if p.scheme is not None))
+    _check_transforms(transforms, schemes)
+    needed = frozenset() if quantizer is None else statistics_needed(quantizer, schemes, options).union(*(t.needs(options) for t in transforms))
     parameters = sum(_count(model.weights.info(n).shape) for n in model.weights.names())
     stored, weights, total = _sizes(model, layers)
     bits_per_weight = stored / weights if weights else 8.0 * model.dtype.itemsize
@@ -82,7 +86,7 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel) -> Plan:
     widest = max((p.in_features for p in layers if p.scheme is not None), default=0)
     spilled = tokens * 4 * (4 * blocks.hidden_size + 2 * widest)  # both streams, in the journal and on their way; what waits at a block's linears
     disk = total + sum(export_bytes(e.type, parameters, total) for e in recipe.export) + 2 * weights + spilled
-    return Plan(layers, quantizer, options, needed, parameters, total, bits_per_weight, total / (2 * parameters), disk, tuple(notes))
+    return Plan(layers, quantizer, transforms, options, needed, parameters, total, bits_per_weight, total / (2 * parameters), disk, tuple(notes))
 
 
 def _refuse_unavailable(recipe: Recipe) -> None:
@@ -126,6 +130,14 @@ def _layers(recipe: Recipe, model: Model, blocks: BlockModel, quantizer: Quantiz
         raise UnsupportedError(unheld)
     notes = [f"{names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "") + f": {reason}" for reason, names in changed.items()]
     return tuple(layers), notes
+
+
+def _check_transforms(transforms: Sequence[Transform], schemes: Sequence[Scheme]) -> None:
+    """Refuse a transform that can do nothing for any of the schemes."""
+    for transform in transforms:
+        problems = [transform.supports(scheme) for scheme in schemes]
+        if all(p is not None for p in problems):
+            raise UnsupportedError(f"method {transform.name}: {schemes[0]}: {problems[0]}")
 
 
 def linear_shapes(model: Model, blocks: BlockModel) -> dict[str, tuple[int, int]]:

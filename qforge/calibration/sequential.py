@@ -20,8 +20,9 @@ from qforge.calibration.lockstep import lockstep
 from qforge.calibration.ranges import with_input_scale
 from qforge.calibration.room import Kept, Room
 from qforge.calibration.statistics import Sums
+from qforge.calibration.transforms import PROBE, Folds, choose_folds
 from qforge.errors import NumericalError
-from qforge.methods import Options, Quantizer, Stats, statistics_needed
+from qforge.methods import Options, Quantizer, Stats, Transform, statistics_needed
 from qforge.models.blocks import BlockModel
 from qforge.progress import Progress
 from qforge.qlinear import QuantizedLinear
@@ -34,10 +35,14 @@ Hidden = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One finished block: its quantized linears by module name, and what the report says of each."""
+    """One finished block: its quantized linears by module name, and what the report says of each.
+
+    `tensors` are those of the block's other tensors that transforms changed, by full name: fp32, exact in the type in which the model stores them.
+    """
 
     linears: dict[str, QuantizedLinear]
     layers: list[LayerResult]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +71,12 @@ class Streams:
     Attributes:
         quantized: as the quantized model has them.
         original: as the unquantized model has them; None where the method does not ask.
+        probe: the first block's inputs for a few tokens `[1, T, D]`, to find links with.
     """
 
     quantized: list[Kept]
     original: list[Kept] | None
+    probe: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,7 @@ class Job:
         schemes: target scheme by module name.
         options: of the method.
         room: keeps activations.
+        transforms: fold factors into a block's weights before it is quantized, in this order.
     """
 
     blocks: BlockModel
@@ -89,6 +97,7 @@ class Job:
     schemes: Mapping[str, Scheme]
     options: Options
     room: Room = field(default_factory=Room)
+    transforms: tuple[Transform, ...] = ()
 
     @property
     def needs(self) -> frozenset[str]:
@@ -127,16 +136,16 @@ def quantize_blocks(job: Job, windows: torch.Tensor | None, store: Store, progre
 def _inputs_of(job: Job, index: int, windows: torch.Tensor, store: Store) -> Streams:
     """Hidden states that block `index` takes: the newest kept ones, replayed through the finished blocks after them."""
     batches = windows.split(max(1, BATCH_TOKENS // windows.shape[1]))
-    embedded = job.blocks.embed(batches)  # also records what blocks are called with
+    *embedded, probe = job.blocks.embed([*batches, windows[:1, :PROBE]])  # also records what blocks are called with
     start, streams = 0, None
     for done in range(index - 1, -1, -1):
         hidden = store.load_hidden(done)
         if hidden is not None:
-            start, streams = done + 1, _from_tensors(hidden, len(batches), job)
+            start, streams = done + 1, _from_tensors(hidden, len(batches), job, probe)
             break
     if streams is None:
         original = [job.room.keep(h) for h in embedded] if "cross" in job.needs else None
-        streams = Streams([job.room.keep(h) for h in embedded], original)
+        streams = Streams([job.room.keep(h) for h in embedded], original, probe)
     del embedded
     for done in range(start, index):
         piece = store.load(done)
@@ -150,9 +159,9 @@ def _to_tensors(streams: Streams) -> Hidden:
     return hidden | {f"original.{i}": h.load() for i, h in enumerate(streams.original or [])}
 
 
-def _from_tensors(hidden: Hidden, count: int, job: Job) -> Streams:
+def _from_tensors(hidden: Hidden, count: int, job: Job, probe: torch.Tensor) -> Streams:
     original = [job.room.keep(hidden[f"original.{i}"]) for i in range(count)] if "cross" in job.needs else None
-    return Streams([job.room.keep(hidden[f"quantized.{i}"]) for i in range(count)], original)
+    return Streams([job.room.keep(hidden[f"quantized.{i}"]) for i in range(count)], original, probe)
 
 
 def _replay(job: Job, index: int, piece: Piece, streams: Streams) -> None:
@@ -160,7 +169,7 @@ def _replay(job: Job, index: int, piece: Piece, streams: Streams) -> None:
 
     def dequantized(tensor_name: str) -> torch.Tensor | None:
         q = piece.linears.get(tensor_name.removesuffix(".weight")) if tensor_name.endswith(".weight") else None
-        return None if q is None else numerics.dequantize(q)
+        return piece.tensors.get(tensor_name) if q is None else numerics.dequantize(q)
 
     def rounding(name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         q = piece.linears.get(name)
@@ -184,21 +193,27 @@ def _quantize_block(job: Job, index: int, streams: Streams | None) -> Piece:
     with job.blocks.block(index) as module:
         linears = {n: m for n, m in job.blocks.linears(index).items() if n in job.schemes}
         done: dict[str, tuple[QuantizedLinear, LayerResult]] = {}
+        folds = Folds()
         if streams is not None:
-            _quantize_in_order(job, index, module, linears, streams, done)
+            if job.transforms:
+                folds = choose_folds(job.blocks, index, module, streams.quantized, streams.probe, job.transforms, job.schemes, job.options)
+            _quantize_in_order(job, index, module, linears, streams, folds, done)
         for name, linear in linears.items():  # without statistics, or never reached by them
             if name not in done:
                 done[name] = quantize_linear(name, linear.weight.detach(), job.schemes[name], job.quantizer, None, job.options)
-    return Piece({n: done[n][0] for n in linears}, [done[n][1] for n in linears])
+    return Piece({n: done[n][0] for n in linears}, [done[n][1] for n in linears], folds.tensors)
 
 
-def _quantize_in_order(job: Job, index: int, module: nn.Module, linears: Mapping[str, nn.Linear], streams: Streams, done: dict[str, tuple[QuantizedLinear, LayerResult]]) -> None:
-    """Quantize linears as the quantized stream reaches them, and bring both streams behind the block."""
+def _quantize_in_order(
+    job: Job, index: int, module: nn.Module, linears: Mapping[str, nn.Linear], streams: Streams, folds: Folds, done: dict[str, tuple[QuantizedLinear, LayerResult]]
+) -> None:
+    """Quantize linears as the quantized stream reaches them, and bring both streams behind the block; folds are applied in between."""
 
     def run(hidden: torch.Tensor) -> torch.Tensor:
         return job.blocks.run(index, module, hidden)
 
-    originals = _Originals(job, index, module, linears, streams) if streams.original is not None else None
+    originals = _Originals(job, index, module, linears, streams, folds) if streams.original is not None else None
+    folds.apply(module)
     roundings: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
     outputs: list[Kept] = []
     stats: Stats | None = None
@@ -218,9 +233,9 @@ def _quantize_in_order(job: Job, index: int, module: nn.Module, linears: Mapping
 
 
 class _Originals:
-    """What the unquantized block feeds its linears, in half precision; making one brings the original stream behind the block."""
+    """What the unquantized block feeds its linears, in half precision and as the folds will have it; making one brings the original stream behind the block."""
 
-    def __init__(self, job: Job, index: int, module: nn.Module, linears: Mapping[str, nn.Linear], streams: Streams) -> None:
+    def __init__(self, job: Job, index: int, module: nn.Module, linears: Mapping[str, nn.Linear], streams: Streams, folds: Folds) -> None:
         assert streams.original is not None
         self._kept: dict[tuple[str, int], Kept] = {}
         for i, batch in enumerate(streams.original):
@@ -229,7 +244,7 @@ class _Originals:
             def gather(name: str, x: torch.Tensor, i: int = i, last: list[torch.Tensor] = last) -> None:
                 if not last or last[0] is not x:  # linears that share an input are asked for it once
                     last[:] = [x]
-                    self._kept[name, i] = job.room.copy(x)
+                    self._kept[name, i] = job.room.copy(x / folds.inputs[name] if name in folds.inputs else x)
 
             handles = [m.register_forward_pre_hook(lambda _, args, n=n, gather=gather: gather(n, args[0])) for n, m in linears.items()]
             try:

@@ -9,6 +9,7 @@ import torch
 
 from qforge.methods import Stats
 
+SAMPLE = 512  # rows that are kept at most
 COLUMNS = 256  # of a product: the Hessian is symmetric, so only the tiles on and below its diagonal are computed
 
 
@@ -16,7 +17,7 @@ class Sums:
     """Adds batch after batch.
 
     Args:
-        needs: what a method reads: `hessian`, `cross`, `absmax`.
+        needs: what a method reads: `hessian`, `cross`, `absmax`, `sample`.
         in_features: I.
     """
 
@@ -25,6 +26,8 @@ class Sums:
         self._hessian = torch.zeros(in_features, in_features) if "hessian" in needs else None
         self._cross = torch.zeros(in_features, in_features) if "cross" in needs else None
         self._absmax = torch.zeros(in_features) if "absmax" in needs else None
+        self._sample: list[torch.Tensor] | None = [] if "sample" in needs else None
+        self._stride = 1
         self._width = -(-in_features // -(-in_features // COLUMNS))
 
     def add(self, inputs: torch.Tensor, originals: torch.Tensor | None = None) -> None:
@@ -40,6 +43,11 @@ class Sums:
             self._cross.addmm_((here.float() - x.to(here.dtype).float()).T, x)  # rounded alike: equal inputs have no difference
         if self._absmax is not None:
             self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
+        if self._sample is not None:
+            self._sample.append(x[:: self._stride].clone())
+            while sum(map(len, self._sample)) > SAMPLE:
+                self._stride *= 2
+                self._sample = [rows[::2].clone() for rows in self._sample]
 
     def stats(self) -> Stats:
         """The sums; nothing may be added afterwards."""
@@ -47,4 +55,5 @@ class Sums:
             for start in range(0, len(self._hessian), self._width):
                 end = start + self._width
                 self._hessian[start:end, end:] = self._hessian[end:, start:end].T
-        return Stats(self._tokens, self._hessian, self._cross, self._absmax)
+        sample = None if self._sample is None else torch.cat(self._sample)
+        return Stats(self._tokens, self._hessian, self._cross, self._absmax, sample)

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def write_artifact(
     linear: Callable[[str], QuantizedLinear],
     provenance: Mapping[str, Any],
     *,
+    changed: Mapping[str, torch.Tensor] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the artifact: `model` with the linears of `schemes` quantized, loadable by transformers as it is. It replaces `folder` when complete.
@@ -44,6 +46,7 @@ def write_artifact(
         schemes: the scheme of each quantized linear by module name; empty for a plain checkpoint.
         linear: gives a quantized linear by module name; called once for each, in the order of the weights.
         provenance: what qforge.json says; no times and no paths, so that equal runs give equal bytes.
+        changed: values of tensors that take the place of the model's own, exact in their type (what a transform folded factors into), by name.
 
     Raises:
         UnsupportedError: the layout cannot hold a scheme.
@@ -57,7 +60,7 @@ def write_artifact(
     if schemes:
         config["quantization_config"] = checkpoint.quantization_config(schemes, unquantized_linears(model, schemes), model.dtype)
     with atomic_folder(folder) as temporary:
-        write_safetensors(temporary, checkpoint_pieces(model, schemes, lambda n: _packed(model, schemes, linear, n)), shard_bytes=shard_bytes)
+        write_safetensors(temporary, checkpoint_pieces(model, schemes, lambda n: _packed(model, schemes, linear, n), changed or {}), shard_bytes=shard_bytes)
         write_json(temporary / "config.json", config)
         copy_assets(model.assets, temporary)
         write_json(temporary / PROVENANCE, dict(provenance))
@@ -83,8 +86,8 @@ def unquantized_linears(model: Model, schemes: Mapping[str, Scheme]) -> list[str
     return sorted(set(skeleton.build(model.config, trust_remote_code=model.trust_remote_code).linears) - set(schemes))
 
 
-def checkpoint_pieces(model: Model, schemes: Mapping[str, Scheme], packed: Callable[[str], Piece]) -> list[Piece]:
-    """Pieces of a checkpoint in the order of the model's weights: quantized linears through `packed`, everything else as it is, a tied head not at all."""
+def checkpoint_pieces(model: Model, schemes: Mapping[str, Scheme], packed: Callable[[str], Piece], changed: Mapping[str, torch.Tensor] = MappingProxyType({})) -> list[Piece]:
+    """Pieces of a checkpoint in the order of the model's weights: quantized linears through `packed`, everything else as it is or as `changed` has it, a tied head not at all."""
     tied = bool(model.config.tie_word_embeddings)
     pieces = []
     for name in model.weights.names():
@@ -92,7 +95,7 @@ def checkpoint_pieces(model: Model, schemes: Mapping[str, Scheme], packed: Calla
         if name.endswith(".weight") and module in schemes:
             pieces.append(packed(module))
         elif not (tied and name.startswith(HEAD + ".")):
-            pieces.append(_plain(model, name))
+            pieces.append(_plain(model, name, changed.get(name)))
     if HEAD in schemes and f"{HEAD}.weight" not in model.weights.names():
         pieces.append(packed(HEAD))
     return pieces
@@ -108,9 +111,9 @@ def weight_shape(model: Model, module: str) -> tuple[int, int]:
     return rows, columns
 
 
-def _plain(model: Model, name: str) -> Piece:
+def _plain(model: Model, name: str, changed: torch.Tensor | None) -> Piece:
     def read() -> dict[str, torch.Tensor]:
-        tensor = model.weights.read(name)
+        tensor = model.weights.read(name) if changed is None else changed.to(model.weights.info(name).dtype)
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise NumericalError(f"{name} of the model holds NaN or infinite values; the model is damaged, or its dtype does not hold them (model.dtype: float32 or bfloat16 may)")
         return {name: tensor}

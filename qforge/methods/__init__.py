@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from qforge.errors import UnsupportedError
+from qforge.methods.awq import AWQ
 from qforge.methods.base import Options, Quantizer, Stats, statistics_needed
 from qforge.methods.gptq import GPTQ
 from qforge.methods.rtn import RTN
+from qforge.methods.smoothquant import SmoothQuant
+from qforge.methods.transform import Transform
 
-__all__ = ["Options", "Quantizer", "Stats", "available", "find", "statistics_needed"]
+__all__ = ["Options", "Quantizer", "Stats", "Transform", "available", "find", "find_transforms", "statistics_needed"]
 
-_QUANTIZERS: dict[str, Quantizer] = {q.name: q for q in (RTN(), GPTQ(), RTN("fp8"), RTN("nf4"))}
+_QUANTIZERS: dict[str, Quantizer] = {q.name: q for q in (RTN(), GPTQ(), RTN("fp8"), RTN("nf4"), RTN("awq", search=True), RTN("smoothquant"))}
+_TRANSFORMS: dict[str, Transform] = {t.name: t for t in (AWQ(), SmoothQuant())}
 
 
 def available() -> list[str]:
@@ -18,7 +22,7 @@ def available() -> list[str]:
 
 
 def find(names: str | list[str] | tuple[str, ...]) -> Quantizer | None:
-    """The quantizer that a recipe's `quantize.method` names; None for `none`.
+    """The quantizer that a recipe's `quantize.method` ends in; None for `none`. A transform at the end stands for rounding to nearest after it.
 
     Raises:
         UnsupportedError: a method that is not available yet, by name.
@@ -27,6 +31,9 @@ def find(names: str | list[str] | tuple[str, ...]) -> Quantizer | None:
     for name in chain:
         if name != "none" and name not in _QUANTIZERS:
             raise UnsupportedError(f"method {name} is not available yet; available: {', '.join(available())}")
-    if len(chain) > 1:
-        raise UnsupportedError(f"combining methods ({', '.join(chain)}) is not available yet; name one of: {', '.join(available())}")
-    return _QUANTIZERS.get(chain[0])
+    return _QUANTIZERS.get(chain[-1])
+
+
+def find_transforms(names: str | list[str] | tuple[str, ...]) -> tuple[Transform, ...]:
+    """The transforms among the methods that a recipe names, in their order."""
+    return tuple(_TRANSFORMS[name] for name in ([names] if isinstance(names, str) else names) if name in _TRANSFORMS)

@@ -23,6 +23,7 @@ class Options:
         scale_search: choose scales by smallest weighted squared error instead of by the range.
         error_correction: aim at the outputs of the *unquantized* model, so that a layer makes up for the errors of those before it.
         refine: after the rounding, sweeps of coordinate descent over codes and least squares over scales; 0 for none.
+        smoothing: SmoothQuant's exponent, the share of the difficulty that moves from inputs into weights; None chooses one for each link.
     """
 
     damping: float = 0.2
@@ -30,6 +31,7 @@ class Options:
     scale_search: bool = True
     error_correction: bool = True
     refine: int = 3
+    smoothing: float | None = None
 
 
 @dataclass(slots=True)
@@ -41,6 +43,7 @@ class Stats:
         hessian: `[I, I]` fp32, the sum of x^T x over all tokens (None unless a method needs it).
         cross: `[I, I]` fp32, the sum of (y - x)^T x, y being what the unquantized model has in the place of x.
         absmax: `[I]` fp32, the largest magnitudes.
+        sample: `[S, I]` fp32, evenly spaced rows of x.
         factors: results that a method derived from the Hessian, kept for the next linear with the same input.
     """
 
@@ -48,6 +51,7 @@ class Stats:
     hessian: torch.Tensor | None = None
     cross: torch.Tensor | None = None
     absmax: torch.Tensor | None = None
+    sample: torch.Tensor | None = None
     factors: dict[object, object] = field(default_factory=dict)
 
 

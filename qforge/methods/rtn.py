@@ -1,4 +1,4 @@
-"""Round to nearest: every weight to the closest representable value. Needs no calibration."""
+"""Round to nearest: every weight to the closest representable value. Needs no calibration, unless ranges are searched."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from qforge.scheme import Scheme
 
 
 class RTN:
-    """Round to nearest on range scales, for every scheme. Plain on purpose: it is the yardstick; `options` do not change it.
+    """Round to nearest, for every scheme. On range scales it is plain on purpose: the yardstick, which `options` do not change.
 
     Args:
-        name: `rtn`, or the name by which recipes ask for a number type that brings its own scheme (`fp8`, `nf4`).
+        name: `rtn`, or the name by which recipes ask for a number type that brings its own scheme (`fp8`, `nf4`), or for a transform and nothing after it (`awq`).
+        search: clip ranges where that lowers the squared error, weighted by the inputs' squares (`scales.choose`), unless `options.scale_search` is off.
     """
 
-    def __init__(self, name: str = "rtn") -> None:
-        self.name = name
+    def __init__(self, name: str = "rtn", *, search: bool = False) -> None:
+        self.name, self._search = name, search
 
     def needs(self, options: Options) -> frozenset[str]:
-        """Nothing."""
-        return frozenset()
+        """The Hessian, for its diagonal, where ranges are searched; else nothing."""
+        return frozenset({"hessian"} if self._search and options.scale_search else ())
 
     def supports(self, scheme: Scheme) -> str | None:
         """Every scheme that there is arithmetic for."""
@@ -32,5 +33,6 @@ class RTN:
     def quantize(self, weight: torch.Tensor, scheme: Scheme, stats: Stats | None, options: Options) -> tuple[QuantizedLinear, str | None]:
         """See `Quantizer.quantize`."""
         check_finite(weight)
-        s, z = scales.choose(weight, scheme, None, search=False)
+        importance = stats.hessian.diagonal() if stats is not None and stats.hessian is not None else None
+        s, z = scales.choose(weight, scheme, importance if self._search else None, search=self._search and options.scale_search)
         return numerics.quantize(weight, scheme, s, z, upper=numerics.super_scales(weight, scheme)), None

@@ -56,6 +56,10 @@ class BlockModel:
         self.vocab_size, self.hidden_size = int(embedding.shape[0]), int(embedding.shape[1])
         self._calls: dict[tuple[int, int], list[Call]] = {}
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The type in which a tensor of the model is stored, by its full name."""
+        return self._weights.info(name).dtype
+
     def linears(self, index: int) -> dict[str, nn.Linear]:
         """The linear layers of a block by full module name, in the order of the modelling code (their weights may be on the meta device)."""
         base = self.block_names[index]

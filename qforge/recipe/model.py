@@ -147,6 +147,9 @@ class OptionsSection(_Section):
         True, description="GPTQ: aim at the outputs of the unquantized model, so that each layer makes up for the errors of those before it (asymmetric calibration, GPTAQ)."
     )
     refine: int = Field(3, ge=0, le=100, description="GPTQ: sweeps of descent over codes and scales after the rounding; 0 for none.")
+    smoothing: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="SmoothQuant: share of the difficulty that moves from activations into weights (0.5 in the paper); null chooses one for each link by its output error."
+    )
     group_fallback: Literal["error", "adjust", "ignore"] = Field(
         "error", description="A layer whose width the group size does not divide: refuse the recipe, take the largest group that fits, or leave the layer unquantized."
     )

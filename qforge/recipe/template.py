@@ -35,6 +35,7 @@ quantize:
     scale_search: true
     error_correction: true  # each layer makes up for the errors of those before it: better, half as slow again
     refine: 3               # sweeps over codes and scales after the rounding
+    smoothing: null         # smoothquant: share of the difficulty that moves from activations into weights; null: the best for each
     group_fallback: error   # a width that the group size does not divide: error, adjust or ignore
 
 # Further formats of the same integers; OUT/model (Hugging Face, compressed-tensors layout) is always written.

@@ -51,7 +51,7 @@ def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, 
     stages = 0 if plan.quantizer is None else blocks.num_blocks + (blocks.head_name in plan.schemes)
     pieces = BlockPieces(journal, root, stages)
     if plan.quantizer is not None:
-        job = Job(blocks, plan.quantizer, plan.schemes, plan.options, Room(journal.folder, budget))
+        job = Job(blocks, plan.quantizer, plan.schemes, plan.options, Room(journal.folder, budget), plan.transforms)
         quantize_blocks(job, None if calibration is None else calibration.ids, pieces.store(), progress)
         pieces.drop_hidden()
     return pieces
@@ -64,7 +64,9 @@ def write(folder: Path, recipe: Recipe, model: Model, model_sha256: str, plan: P
     if found is not None and folder.is_dir() and sha256_tree(folder) == found[1]["sha256"]:
         return dict(found[1])
     owner = pieces.names()
-    write_artifact(folder, model, plan.schemes, lambda n: pieces.linear(owner[n], n), provenance(recipe, model, model_sha256, plan, texts, pieces))
+    changed = pieces.changed() if plan.transforms else {}
+    origin = {**provenance(recipe, model, model_sha256, plan, texts, pieces), "changed": sorted(changed)}
+    write_artifact(folder, model, plan.schemes, lambda n: pieces.linear(owner[n], n), origin, changed=changed)
     weights = sum(size_of(p) for p in folder.glob("*.safetensors"))
     described = {"sha256": sha256_tree(folder), "size_bytes": size_of(folder), "weights_bytes": weights, "model_sha256": model_sha256}
     journal.save(name, {"done": torch.ones(1)}, described)

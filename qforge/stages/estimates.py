@@ -111,7 +111,7 @@ def _seconds(plan: Plan, blocks: BlockModel, calibration: int, evaluation: int, 
     head = blocks.vocab_size * blocks.hidden_size
     inputs = sum(i * i for _, i in shapes) * 4 // 7 * blocks.num_blocks  # linears that share an input share its statistics: 4 inputs for 7 linears
     corrected = "cross" in plan.needs
-    per_token = 2 * (weights + inputs) if corrected else weights + inputs
+    per_token = (1 + corrected + bool(plan.transforms)) * (weights + inputs)  # transforms see every block once more
     per_linear = sum(o * i * i for o, i in shapes) * blocks.num_blocks * (3 * plan.options.refine + 2 * corrected)
     quantize = (calibration * per_token + per_linear) / rate if calibration else 0.0
     return {"quantize": quantize + (0.5 if calibration else 0.05) * blocks.num_blocks, "evaluate": evaluation * passes * (weights + head) / rate}

@@ -50,6 +50,10 @@ class BlockPieces:
         """Block index of every quantized linear."""
         return {name: i for i in range(len(self._names)) for name in self._whole(i).linears}
 
+    def changed(self) -> dict[str, torch.Tensor]:
+        """Tensors beside the quantized linears that transforms changed, by name."""
+        return {name: tensor for i in range(len(self._names)) for name, tensor in self._whole(i).tensors.items()}
+
     def _whole(self, index: int) -> Piece:
         if self._last is not None and self._last[0] == index:
             return self._last[1]
@@ -64,6 +68,7 @@ class BlockPieces:
 
     def _save(self, index: int, piece: Piece) -> None:
         tensors = {f"{n}:{field}": t for n, q in piece.linears.items() for field in _FIELDS if (t := getattr(q, field)) is not None}
+        tensors |= {f"{n}:tensor": t for n, t in piece.tensors.items()}
         value = {"schemes": {n: str(q.scheme) for n, q in piece.linears.items()}, "layers": [asdict(layer) for layer in piece.layers]}
         self._journal.save(self._names[index], tensors, value)
 
@@ -85,4 +90,5 @@ def _piece(tensors: dict[str, torch.Tensor], value: Any) -> Piece:
         assert codes is not None
         assert scales is not None
         linears[name] = QuantizedLinear(parse(scheme), codes, scales, **fields)
-    return Piece(linears, [LayerResult(**layer) for layer in value["layers"]])
+    changed = {name.removesuffix(":tensor"): tensor for name, tensor in tensors.items() if name.endswith(":tensor")}
+    return Piece(linears, [LayerResult(**layer) for layer in value["layers"]], changed)

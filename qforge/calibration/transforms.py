@@ -1,0 +1,119 @@
+"""Transforms in the block loop: what the links of a block are fed is summed once, each link's factors are chosen, and folded when both streams allow it.
+
+Letters: B windows, T tokens, I input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from qforge.calibration.room import Kept
+from qforge.calibration.statistics import Sums
+from qforge.errors import NumericalError
+from qforge.methods import Options, Stats, Transform
+from qforge.methods.transform import Reader, scaled, spread
+from qforge.models.blocks import BlockModel
+from qforge.models.link_search import find_links
+from qforge.models.links import Fold, Link, apply, settle
+from qforge.scheme import Scheme
+
+PROBE = 8  # tokens to find links with: enough to see what attention mixes
+
+
+@dataclass(frozen=True, slots=True)
+class Folds:
+    """What will be folded into a block.
+
+    Attributes:
+        folds: link by link.
+        inputs: what the input of a linear will be divided by, `[I]` fp32, by full name.
+        tensors: the values of tensors that stay unquantized and change, fp32, by full name.
+    """
+
+    folds: tuple[Fold, ...] = ()
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def apply(self, module: nn.Module) -> None:
+        """Fold into the materialised block; its function stays what it is."""
+        for fold in self.folds:
+            apply(fold, module)
+
+
+def choose_folds(
+    blocks: BlockModel,
+    index: int,
+    module: nn.Module,
+    batches: Sequence[Kept],
+    probe: torch.Tensor,
+    transforms: Sequence[Transform],
+    schemes: Mapping[str, Scheme],
+    options: Options,
+) -> Folds:
+    """Find links and choose their factors; neither the block nor the batches change.
+
+    Args:
+        blocks: the model.
+        index: of the block.
+        module: the block, materialised.
+        batches: its inputs `[B, T, D]` in the quantized stream.
+        probe: some hidden states of `PROBE` tokens, `[1, T, D]`.
+        transforms: in the order in which they are applied.
+        schemes: target scheme by module name; a link with an unquantized linear in it is left alone, since what is folded there would be rounded.
+        options: of the method.
+
+    Raises:
+        NumericalError: activations are NaN or infinite.
+    """
+    base = blocks.block_names[index]
+    links = [link for link in find_links(module, lambda x: blocks.run(index, module, x), probe) if _quantized(link, module, base, schemes)]
+    needs = frozenset[str]().union(*(t.needs(options) for t in transforms))
+    stats = _gather(blocks, index, module, batches, links, needs)
+    folds = []
+    for link in links:
+        try:
+            factors = _factors(link, module, stats[link.source], transforms, {n: schemes[f"{base}.{n}"] for n in link.readers}, options)
+        except NumericalError as e:
+            raise NumericalError(f"{base}.{link.readers[0]}: {e}") from e
+        if (factors != 1).any():
+            folds.append(settle(link, module, factors, lambda name: blocks.stored_dtype(f"{base}.{name}")))
+    inputs = {f"{base}.{name}": fold.column_factors for fold in folds for name in fold.link.readers}
+    return Folds(tuple(folds), inputs, {f"{base}.{name}": value for fold in folds for name, value in fold.tensors.items()})
+
+
+def _quantized(link: Link, module: nn.Module, base: str, schemes: Mapping[str, Scheme]) -> bool:
+    linears = [n for n in (link.source, *link.readers) if isinstance(module.get_submodule(n), nn.Linear)]
+    return all(f"{base}.{n}" in schemes for n in linears)
+
+
+def _gather(blocks: BlockModel, index: int, module: nn.Module, batches: Sequence[Kept], links: Sequence[Link], needs: frozenset[str]) -> dict[str, Stats]:
+    """Statistics of what each link's readers are fed, by its source."""
+    sums = {link.source: Sums(needs, len(link.columns)) for link in links}
+    handles = []
+    for link in links:
+        first = module.get_submodule(link.readers[0])
+        handles.append(first.register_forward_pre_hook(lambda _, args, s=sums[link.source]: s.add(args[0])))
+    try:
+        for batch in batches:
+            blocks.run(index, module, batch.load())
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: s.stats() for name, s in sums.items()}
+
+
+def _factors(link: Link, module: nn.Module, stats: Stats, transforms: Sequence[Transform], schemes: Mapping[str, Scheme], options: Options) -> torch.Tensor:
+    """All transforms' factors of a link, `[C]`: each sees weights and inputs as those before it leave them."""
+    readers = [Reader(module.get_parameter(f"{n}.weight").detach(), scheme) for n, scheme in schemes.items()]
+    factors = torch.ones(link.channels)
+    for transform in transforms:
+        if any(transform.supports(scheme) is not None for scheme in schemes.values()):
+            continue
+        by_column = spread(factors, link.columns)
+        so_far = [replace(r, weight=r.weight * by_column) for r in readers]
+        factors = factors * transform.factors(so_far, scaled(stats, by_column), link.columns, link.channels, options)
+    return factors

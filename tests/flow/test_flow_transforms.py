@@ -1,0 +1,94 @@
+"""SmoothQuant and AWQ from recipe to result: better than without, loadable by transformers with equal logits, the same bytes after a kill."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from test_flow_quantize import logits, write_recipe
+
+import qforge
+from qforge.engines.transformers_engine import TransformersEngine
+from qforge.files import sha256_tree
+from qforge.models.model import open_model
+from qforge.stages import artifact as artifacts
+
+STATIC = "int8-channel-sym+int8-tensor-static"
+
+
+def with_outliers(folder: Path, factor: float = 30.0) -> None:
+    """Give two channels of every norm's output large values that the linears behind it undo: the same model, hard to round."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "layernorm" in name:
+            tensor[[5, 40]] *= factor
+        elif name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")):
+            tensor[:, [5, 40]] /= factor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def kl(folder: Path, out: str, method: object, scheme: str) -> float:
+    results = qforge.quantize(write_recipe(folder, quantize={"method": method, "scheme": scheme}, export=[]), out=folder / out)
+    assert results.evaluation is not None
+    assert results.evaluation.kl_mean is not None
+    return results.evaluation.kl_mean
+
+
+@pytest.mark.parametrize(
+    ("method", "scheme", "plain", "gain"), [("smoothquant", STATIC, "rtn", 0.1), ("awq", "int4-g32-sym", "rtn", 0.7), (["smoothquant", "gptq"], STATIC, "gptq", 0.1)]
+)
+def test_outlier_channels_lose_their_harm(tmp_path: Path, method: object, scheme: str, plain: str, gain: float) -> None:
+    with_outliers(tiny.make(tmp_path / "model"))
+    assert kl(tmp_path, "with", method, scheme) < gain * kl(tmp_path, "without", plain, scheme)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("family", "method", "scheme"), [("llama", "smoothquant", STATIC), ("qwen2", ["awq", "gptq"], "int4-g32-sym"), ("gemma3_text", "awq", "int4-g32-asym")])
+def test_the_artifact_loads_in_transformers_with_equal_logits(tmp_path: Path, family: str, method: object, scheme: str, dtype: torch.dtype) -> None:
+    tiny.make(tmp_path / "model", family, dtype=dtype)
+    exports = [{"format": "gptq"}] if family == "qwen2" else []
+    results = qforge.quantize(write_recipe(tmp_path, quantize={"method": method, "scheme": scheme}, export=exports, evaluate=None), out=tmp_path / "out")
+    windows = [list(range(3, 60))]
+    artifact = open_model(str(tmp_path / "out"))
+    torch.testing.assert_close(torch.cat(list(TransformersEngine(artifact).score(windows))), logits(tmp_path / "out" / "model", windows), atol=2e-4, rtol=2e-4)
+    changed = json.loads((tmp_path / "out" / "model" / "qforge.json").read_text())["changed"]
+    original = open_model(str(tmp_path / "model"))
+    different = {n for n in original.weights.names() if n.removesuffix(".weight") not in artifact.schemes and not torch.equal(original.weights.read(n), artifact.weights.read(n))}
+    assert different
+    assert different <= set(changed)
+    assert all("norm" in n or n.endswith(".bias") for n in changed)
+    assert all(e.lossless for e in results.exports)
+    for export in results.exports:
+        again = open_model(str(tmp_path / "out" / str(export.path)))
+        assert all(torch.equal(again.weights.read(n), artifact.weights.read(n)) for n in changed)
+
+
+def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.make(tmp_path / "model", "qwen2", dtype=torch.bfloat16)
+    path = write_recipe(tmp_path, quantize={"method": ["awq", "gptq"], "scheme": "int4-g32-sym"}, export=[], evaluate=None)
+    qforge.quantize(path, out=tmp_path / "whole")
+    store = artifacts.BlockPieces.store
+
+    def dying(self: artifacts.BlockPieces) -> object:
+        whole = store(self)
+        saved = whole.save
+
+        def save(index: int, piece: object) -> None:
+            if index == 2:
+                raise KeyboardInterrupt
+            saved(index, piece)  # type: ignore[arg-type]
+
+        object.__setattr__(whole, "save", save)
+        return whole
+
+    with monkeypatch.context() as patch:
+        patch.setattr(artifacts.BlockPieces, "store", dying)
+        with pytest.raises(KeyboardInterrupt):
+            qforge.quantize(path, out=tmp_path / "killed")
+    resumed = qforge.quantize(path, out=tmp_path / "killed")
+    assert resumed.work["resumed"] >= 2
+    assert sha256_tree(tmp_path / "killed" / "model") == sha256_tree(tmp_path / "whole" / "model")

@@ -50,6 +50,7 @@ def lockstep(
         rounding: what a linear does to its input first, by name; may be added to between two yields.
     """
     order = {name: place for place, name in enumerate(linears)}
+    gradients = torch.is_grad_enabled()  # each flight leaves the mode that it found when it began, whatever others have done since
     handles = [module.register_forward_pre_hook(_waits(name, rounding)) for name, module in linears.items()]
     try:
         flights = [_Flight(run, batch, room) for batch in batches]
@@ -67,6 +68,7 @@ def lockstep(
                 flights[i].go()
         outputs.extend(f.output() for f in flights)
     finally:
+        torch.set_grad_enabled(gradients)
         for handle in handles:
             handle.remove()
 

@@ -114,21 +114,20 @@ class BlockModel:
         static = scheme is not None and scheme.activations is not None and scheme.activations.static
         return numerics.input_rounding(scheme, self._model.linear(name).input_scale if static else None)
 
-    @torch.no_grad()
-    def run(self, index: int, module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """One block forward, `[B, T, D] -> [B, T, D]`, called as the model itself calls it for windows of this shape (`embed` first)."""
+    def run(self, index: int, module: nn.Module, hidden: torch.Tensor, *, gradients: bool = False) -> torch.Tensor:
+        """One block forward, `[B, T, D] -> [B, T, D]`, called as the model itself calls it for windows of this shape (`embed` first); differentiable with `gradients`."""
         call = self._calls[(int(hidden.shape[0]), int(hidden.shape[1]))][index]
-        out = module(hidden, *call.args, **call.kwargs)
+        with torch.set_grad_enabled(gradients):
+            out = module(hidden, *call.args, **call.kwargs)
         result: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return result
 
     @contextlib.contextmanager
-    def head(self, replace: Callable[[str], torch.Tensor | None] = lambda name: None) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """Everything after the last block: yields a function from hidden states `[N, D]` to logits `[N, V]` (position by position)."""
+    def head(self, replace: Callable[[str], torch.Tensor | None] = lambda name: None, *, gradients: bool = False) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """Everything after the last block: yields a function from hidden states `[N, D]` to logits `[N, V]` (position by position), differentiable with `gradients`."""
 
-        @torch.no_grad()
         def logits(hidden: torch.Tensor) -> torch.Tensor:
-            with self._patched(lambda _: lambda *args, **kwargs: hidden[None]):
+            with torch.set_grad_enabled(gradients), self._patched(lambda _: lambda *args, **kwargs: hidden[None]):
                 out: torch.Tensor = self._module(inputs_embeds=hidden[None], use_cache=False).logits[0]
             return out.float()
 

@@ -20,7 +20,8 @@ from qforge.plan import Plan, make_plan
 from qforge.progress import SILENT, Progress
 from qforge.recipe import Recipe, load_recipe
 from qforge.stages import artifact as artifacts
-from qforge.stages import evidence, exports, outcome
+from qforge.stages import auto, evidence, exports, outcome
+from qforge.stages.candidates import candidates
 from qforge.stages.estimates import Estimate, activation_budget, estimate
 from qforge.stages.journal import Journal
 from qforge.stages.meter import Meter, return_freed_memory
@@ -74,7 +75,8 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
     with meter.stage("open"):
         base, model = _open(recipe)
         blocks = BlockModel(model)
-        planned = make_plan(recipe, model, blocks)
+        choices = candidates(recipe, model, blocks)
+        planned = make_plan(recipe, model, blocks, None if choices is None else choices.draft())
         skipped = exports.check(recipe, replace(model, schemes=planned.schemes))
         budget = _budget(recipe, planned, blocks, gather_texts(recipe, model, planned, None))
         model_sha256 = model.fingerprint()
@@ -86,6 +88,13 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
             texts = gather_texts(recipe, model, planned, journal)
         for note in (*planned.notes, *texts.notes):
             progress.note(note)
+        chosen = None
+        if choices is not None:
+            with meter.stage("choose"):
+                name = auto.measurement_key(model_sha256, planned, choices, texts)
+                chosen = auto.choose(recipe, choices, auto.measured(name, planned, blocks, choices, texts, budget, journal, progress))
+            planned = make_plan(recipe, model, blocks, chosen.schemes)
+            skipped = exports.check(recipe, replace(model, schemes=planned.schemes))
         artifacts.clear_others(out, recipe, model_sha256, planned, texts, journal)
         with meter.stage("quantize"):
             pieces = artifacts.quantize(recipe, model_sha256, blocks, planned, texts, budget, journal, progress)
@@ -106,7 +115,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
             meter.keep(out / "work" / "meter.json")
         else:
             meter.recall(out / "work" / "meter.json")
-        results = outcome.assemble(recipe, model, planned, texts, written, evaluation, made, pieces, journal, meter, _estimate(recipe, planned, blocks, texts))
+        results = outcome.assemble(recipe, model, planned, texts, written, evaluation, made, pieces, journal, meter, _estimate(recipe, planned, blocks, texts), chosen)
         write_text(out / "results.json", results.to_json())
         report.write(out / "results.json", out, list(recipe.report.formats))
     return results

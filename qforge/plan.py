@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 
@@ -64,8 +64,14 @@ class Plan:
         return {p.name: p.scheme for p in self.layers if p.scheme is not None}
 
 
-def make_plan(recipe: Recipe, model: Model, blocks: BlockModel) -> Plan:
+def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, chosen: Mapping[str, Scheme] | None = None) -> Plan:
     """Decide everything that can be decided without reading a weight.
+
+    Args:
+        recipe: what is wanted.
+        model: the merged model.
+        blocks: the same.
+        chosen: for method auto: the scheme of every linear that the recipe leaves to it.
 
     Raises:
         RecipeError: a pattern that matches nothing, a group size that does not divide.
@@ -75,7 +81,7 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel) -> Plan:
     _refuse_unavailable(recipe)
     quantizer, transforms = find(recipe.quantize.method), find_transforms(recipe.quantize.method)
     options = Options(**{f.name: getattr(recipe.quantize.options, f.name) for f in fields(Options)})
-    layers, notes = _layers(recipe, model, blocks, quantizer)
+    layers, notes = _layers(recipe, model, blocks, quantizer, chosen or {})
     schemes = list(dict.fromkeys(p.scheme for p in layers if p.scheme is not None))
     _check_transforms(transforms, schemes)
     needed = frozenset() if quantizer is None else statistics_needed(quantizer, schemes, options).union(*(t.needs(options) for t in transforms))
@@ -103,7 +109,7 @@ def _refuse_unavailable(recipe: Recipe) -> None:
         raise UnsupportedError("evaluate.tasks is not available yet; leave it out")
 
 
-def _layers(recipe: Recipe, model: Model, blocks: BlockModel, quantizer: Quantizer | None) -> tuple[tuple[LayerPlan, ...], list[str]]:
+def _layers(recipe: Recipe, model: Model, blocks: BlockModel, quantizer: Quantizer | None, chosen: Mapping[str, Scheme]) -> tuple[tuple[LayerPlan, ...], list[str]]:
     shapes = linear_shapes(model, blocks)
     section = recipe.quantize
     for field, patterns in (("ignore", section.ignore), ("overrides", [o.match for o in section.overrides])):
@@ -113,7 +119,9 @@ def _layers(recipe: Recipe, model: Model, blocks: BlockModel, quantizer: Quantiz
     layers: list[LayerPlan] = []
     changed: dict[str, list[str]] = {}
     for name, (out_features, in_features) in shapes.items():
-        scheme, reason = _scheme_of(recipe, name, quantizer)
+        scheme, reason = by_hand(recipe, name) if quantizer is not None else (None, "method none")
+        if scheme is None and reason is None:
+            scheme = chosen.get(name, section.scheme)
         if scheme is not None and quantizer is not None:
             scheme, reason = _fitted(scheme, name, out_features, in_features, section.options.group_fallback)
             if reason is not None:
@@ -151,15 +159,14 @@ def linear_shapes(model: Model, blocks: BlockModel) -> dict[str, tuple[int, int]
     return shapes
 
 
-def _scheme_of(recipe: Recipe, name: str, quantizer: Quantizer | None) -> tuple[Scheme | None, str | None]:
-    if quantizer is None:
-        return None, "method none"
+def by_hand(recipe: Recipe, name: str) -> tuple[Scheme | None, str | None]:
+    """The scheme that the recipe's overrides give to a linear, or the reason why it stays as it is; neither where the recipe does not single it out."""
     section = recipe.quantize
     override = next((o.scheme for o in reversed(section.overrides) if fnmatchcase(name, o.match)), None)
     if override is not None:
         return override, None
     pattern = next((p for p in section.ignore if fnmatchcase(name, p)), None)
-    return (section.scheme, None) if pattern is None else (None, f"ignored by '{pattern}'")
+    return None, None if pattern is None else f"ignored by '{pattern}'"
 
 
 def _fitted(scheme: Scheme, name: str, out_features: int, in_features: int, fallback: str) -> tuple[Scheme | None, str | None]:
@@ -177,12 +184,16 @@ def _fitted(scheme: Scheme, name: str, out_features: int, in_features: int, fall
 
 def _sizes(model: Model, layers: Sequence[LayerPlan]) -> tuple[int, int, int]:
     """(bits of quantized linears, their weights, bytes of all tensors of the artifact)."""
-    names = set(model.weights.names())
-    quantized = {p.name + ".weight": p for p in layers if p.scheme is not None}
-    total = sum(_count(model.weights.info(n).shape) * model.dtype.itemsize for n in names if n not in quantized)
-    bits = sum(p.scheme.storage_bits(p.out_features, p.in_features) for p in quantized.values() if p.scheme is not None)
-    weights = sum(p.out_features * p.in_features for p in quantized.values())
-    return bits, weights, total + bits // 8
+    quantized = [p for p in layers if p.scheme is not None]
+    bits = sum(p.scheme.storage_bits(p.out_features, p.in_features) for p in quantized if p.scheme is not None)
+    weights = sum(p.out_features * p.in_features for p in quantized)
+    return bits, weights, unquantized_bytes(model, [p.name for p in quantized]) + bits // 8
+
+
+def unquantized_bytes(model: Model, quantized: Collection[str]) -> int:
+    """Bytes of the artifact's tensors beside these linears."""
+    left_out = {f"{name}.weight" for name in quantized}
+    return sum(_count(model.weights.info(n).shape) * model.dtype.itemsize for n in model.weights.names() if n not in left_out)
 
 
 def export_bytes(type_name: str | None, parameters: int, artifact_bytes: int) -> int:

@@ -160,6 +160,7 @@ class Results:
     memory: dict[str, int]
     environment: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
+    auto: dict[str, Any] | None = None
     schema_version: int = 1
 
     @property

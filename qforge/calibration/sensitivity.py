@@ -13,6 +13,7 @@ Letters: B windows, T tokens, D hidden width, I input features, O output feature
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -30,7 +31,6 @@ from qforge.models.blocks import BlockModel
 from qforge.progress import Progress
 from qforge.scheme import Scheme
 
-GRADIENT_TOKENS = 4096  # that gradients are taken at
 CHUNK = 128  # positions whose logits exist at once
 
 
@@ -81,25 +81,25 @@ def measure(study: Study, windows: torch.Tensor, progress: Progress) -> list[Sen
 
     Args:
         study: model, candidates, method.
-        windows: calibration token ids `[B, T]`; gradients are taken at the first `GRADIENT_TOKENS` of them.
+        windows: calibration token ids `[B, T]`. Gradients are taken at the first batch: on stories15M 1,024, 4,096 and 16,384 tokens rank layers alike.
         progress: told of every block, twice.
 
     Raises:
         NumericalError: activations or gradients are NaN or infinite.
     """
     blocks, room = study.blocks, study.room
-    batches = windows.split(max(1, BATCH_TOKENS // windows.shape[1]))
-    hidden = [room.keep(h) for h in blocks.embed(batches)]
-    kept: list[list[Kept]] = []
+    hidden = [room.keep(h) for h in blocks.embed(windows.split(max(1, BATCH_TOKENS // windows.shape[1])))]
+    kept: list[Kept] = []
     errors: dict[str, _Errors] = {}
     for index in progress.track(range(blocks.num_blocks), "measure errors", blocks.num_blocks):
-        kept.append([room.copy(h.load()) for h in hidden[: -(-GRADIENT_TOKENS // batches[0].numel())]])
+        kept.append(room.copy(hidden[0].load()))
         hidden = _try_block(study, index, hidden, errors)
     if blocks.head_name in study.candidates:
         _try_head(study, hidden, errors)
-    squares, gradients = _head_gradients(blocks, [h.load() for h in hidden[: len(kept[0])]])
+    squares, gradient = _head_gradients(blocks, hidden[0].load())
     for index in progress.track(range(blocks.num_blocks - 1, -1, -1), "measure gradients", blocks.num_blocks):
-        squares |= _block_gradients(blocks, index, kept.pop(), gradients)
+        found, gradient = _block_gradients(blocks, index, kept.pop(), gradient)
+        squares |= found
     return [_predicted(name, errors[name], squares[name]) for name in study.candidates]
 
 
@@ -143,39 +143,33 @@ def _try(study: Study, name: str, weight: torch.Tensor, stats: Stats, shared: in
     return _Errors(shared, rows)
 
 
-def _head_gradients(blocks: BlockModel, hidden: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Mean squared gradient of the logits `[V]` by the head's name, and the gradient by the last block's outputs `[B, T, D]`, batch by batch."""
+def _head_gradients(blocks: BlockModel, hidden: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """From the last block's outputs `[B, T, D]`: mean squared gradient of log p(y) by the logits `[V]` under the head's name, and its gradient by these outputs `[B, T, D]`."""
     generator = torch.Generator().manual_seed(0)
-    positions = torch.zeros(blocks.vocab_size)
-    gradients = []
+    squares = torch.zeros(blocks.vocab_size)
+    positions = hidden.flatten(0, 1)
+    gradient = torch.empty_like(positions)
     with blocks.head(gradients=True) as logits:
-        for batch in hidden:
-            gradient = torch.empty_like(batch)
-            for x, target in zip(batch.flatten(0, 1).split(CHUNK), gradient.view(-1, batch.shape[-1]).split(CHUNK), strict=True):
-                x = x.detach().requires_grad_()
-                log_p = logits(x).log_softmax(-1)
-                p = log_p.detach().exp()
-                drawn = torch.multinomial(p, 1, generator=generator)
-                positions += (p * (1 - p)).sum(0)
-                target.copy_(torch.autograd.grad(log_p.gather(1, drawn).sum(), x)[0])
-            gradients.append(gradient)
-    count = sum(g.shape[0] * g.shape[1] for g in gradients)
-    return ({} if blocks.head_name is None else {blocks.head_name: positions / count}), gradients
+        for x, target in zip(positions.split(CHUNK), gradient.split(CHUNK), strict=True):
+            x = x.detach().requires_grad_()
+            log_p = logits(x).log_softmax(-1)
+            p = log_p.detach().exp()
+            squares += (p * (1 - p)).sum(0)
+            drawn = torch.multinomial(p, 1, generator=generator)
+            target.copy_(torch.autograd.grad(log_p.gather(1, drawn).sum(), x)[0])
+    return ({} if blocks.head_name is None else {blocks.head_name: squares / len(positions)}), gradient.view_as(hidden)
 
 
-def _block_gradients(blocks: BlockModel, index: int, inputs: Sequence[Kept], gradients: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Mean squared gradient of each linear's outputs `[O]` by name; gradients by the block's outputs become those by its inputs, in place."""
+def _block_gradients(blocks: BlockModel, index: int, inputs: Kept, gradient: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """From the gradient by a block's outputs `[B, T, D]`: the mean squared gradient by each linear's outputs `[O]`, and the gradient by the block's inputs."""
     with blocks.block(index) as module:
         linears = blocks.linears(index)
         sums = {name: torch.zeros(m.out_features) for name, m in linears.items()}
+        x = inputs.load().float().requires_grad_()
+        inputs.free()
         with _squares_added(linears, sums):
-            for i, batch in enumerate(inputs):
-                x = batch.load().float().requires_grad_()
-                batch.free()
-                out = blocks.run(index, module, x, gradients=True)
-                gradients[i] = torch.autograd.grad(out, x, gradients[i])[0]
-    count = sum(g.shape[0] * g.shape[1] for g in gradients)
-    return {name: total / count for name, total in sums.items()}
+            by_inputs = torch.autograd.grad(blocks.run(index, module, x, gradients=True), x, gradient)[0]
+    return {name: total / gradient[..., 0].numel() for name, total in sums.items()}, by_inputs
 
 
 @contextlib.contextmanager
@@ -198,6 +192,6 @@ def _squares_added(linears: Mapping[str, nn.Linear], sums: Mapping[str, torch.Te
 
 def _predicted(name: str, errors: _Errors, squares: torch.Tensor) -> Sensitivity:
     divergence = {scheme: 0.5 * float(rows.double() @ squares.double()) for scheme, rows in errors.rows.items()}
-    if not all(map(torch.isfinite, map(torch.tensor, divergence.values()))):
+    if not all(map(math.isfinite, divergence.values())):
         raise NumericalError(f"{name}: gradients of the calibration text are NaN or infinite")
     return Sensitivity(name, errors.shared, divergence)

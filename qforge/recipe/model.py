@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,13 +26,12 @@ from pydantic import (
 )
 
 from qforge.errors import RecipeError
-from qforge.recipe.limits import EVALUATED, FIGURES, parse_limit
+from qforge.recipe.limits import EVALUATED, FIGURES, parse_budget, parse_limit, parse_size
 from qforge.scheme import PRESETS, Scheme, parse
 
 METHODS = ("none", "rtn", "gptq", "awq", "smoothquant", "fp8", "nf4", "signround", "auto")
 TRANSFORMS = ("awq", "smoothquant")
 FORMATS = ("gguf", "gptq", "awq", "bitsandbytes", "onnx", "tensorrt", "trtllm", "openvino", "mlx", "ascend", "triton")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?)?B", re.IGNORECASE)
 _IMPLIED_SCHEMES = {"fp8": "fp8-dynamic", "nf4": "nf4"}
 
 
@@ -66,20 +64,19 @@ def _methods(value: Any) -> tuple[str, ...]:
 def _bytes(value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    size = int(float(match[1]) * _unit(match[2] or "")) if match else 0
+    size = parse_size(value) if isinstance(value, str) else 0
     if not size:
         raise ValueError("a memory limit is a size such as 8GiB or 512MiB, or a number of bytes")
     return size
 
 
-def _unit(prefix: str) -> int:
-    power = " KMGT".index(prefix[:1].upper()) if prefix else 0
-    return int((1024 if len(prefix) == 2 else 1000) ** power)
-
-
 def _limit(value: str) -> str:
     parse_limit(value)
+    return value
+
+
+def _budget(value: str) -> str:
+    parse_budget(value)
     return value
 
 
@@ -94,6 +91,9 @@ MethodList = Annotated[
 ]
 Bytes = Annotated[int, PlainValidator(_bytes), WithJsonSchema({"type": ["string", "integer"], "examples": ["8GiB", "512MiB"]})]
 Limit = Annotated[str, BeforeValidator(lambda v: _limit(v) if isinstance(v, str) else v), WithJsonSchema({"type": "string", "examples": ["<= 1.30", ">= 0.70"]})]
+BudgetText = Annotated[
+    str, BeforeValidator(lambda v: _budget(v) if isinstance(v, str) else v), WithJsonSchema({"type": "string", "examples": ["4.5 bits", "110 MB", "kl <= 0.05"]})
+]
 Listed = Strict(False)  # a YAML list may fill a tuple; its items stay strict
 Text = Annotated[str, Field(min_length=1)]
 
@@ -160,6 +160,12 @@ class QuantizeSection(_Section):
 
     method: MethodList = Field(description="none merges, converts and evaluates without quantizing; transforms combine: [awq, gptq].")
     scheme: SchemeText | None = Field(None, description="Number type, granularity and symmetry: int4-g64-sym, int8-channel-sym, fp8-e4m3-block128, or a preset such as w4a16.")
+    budget: BudgetText | None = Field(
+        None, description="auto: what the choice keeps: bits per weight of the quantized layers (4.5 bits), size of all weights (110 MB), or KL divergence (kl <= 0.05)."
+    )
+    candidates: Annotated[tuple[SchemeText, ...], Listed] = Field(
+        (), description="auto: schemes to choose from; without any, integers of 2 to 8 bits that every requested export holds. The more, the longer the measurement."
+    )
     ignore: Annotated[tuple[Text, ...], Listed] = Field(("lm_head",), description="Layers that stay unquantized: names or patterns.")
     overrides: Annotated[tuple[OverrideSection, ...], Listed] = Field((), description="Other schemes for some layers; the last match wins.")
     options: OptionsSection = Field(OptionsSection(), description="Fine control of the method.")
@@ -172,6 +178,17 @@ class QuantizeSection(_Section):
         if isinstance(method, str) and method in _IMPLIED_SCHEMES and data.get("scheme") is None:
             return {**data, "scheme": _IMPLIED_SCHEMES[method]}
         return data
+
+    @model_validator(mode="after")
+    def _auto_has_a_budget(self) -> QuantizeSection:
+        auto = self.method[-1] == "auto"
+        if auto and self.budget is None:
+            raise ValueError('method auto needs a budget: bits per weight (budget: "4.5 bits"), a size ("110 MB"), or a KL divergence to keep ("kl <= 0.05")')
+        if auto and self.scheme is not None:
+            raise ValueError("method auto chooses schemes itself; list those to choose from as candidates, and fix layers by overrides")
+        if not auto and (self.budget is not None or self.candidates):
+            raise ValueError("budget and candidates belong to method: auto")
+        return self
 
     @model_validator(mode="after")
     def _needs_scheme(self) -> QuantizeSection:

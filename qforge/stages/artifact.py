@@ -31,6 +31,7 @@ def root_key(recipe: Recipe, model_sha256: str, plan: Plan, texts: Texts) -> str
         "quantize",
         model=model_sha256,
         method=list(recipe.quantize.method),
+        budget=recipe.quantize.budget,
         options=recipe.quantize.options.model_dump(),
         schemes={name: str(scheme) for name, scheme in plan.schemes.items()},
         calibration=texts.calibration.sha256 if texts.calibration is not None else None,

@@ -18,6 +18,7 @@ from qforge.models.model import Model
 from qforge.plan import Plan
 from qforge.recipe import Recipe
 from qforge.stages import guards
+from qforge.stages.auto import Choice
 from qforge.stages.estimates import Estimate
 from qforge.stages.journal import Journal
 from qforge.stages.meter import Meter
@@ -38,6 +39,7 @@ def assemble(
     journal: Journal,
     meter: Meter,
     estimate: Estimate,
+    choice: Choice | None,
 ) -> Results:
     """The results of a finished run; gates are judged here."""
     size_ratio = artifact["weights_bytes"] / (2 * plan.parameters)
@@ -74,6 +76,7 @@ def assemble(
         peak_rss_bytes=meter.peak(),
         memory=_memory(meter, estimate),
         environment=environment(),
+        auto=None if choice is None else {**choice.described, "measured_kl": None if evaluation is None else evaluation.kl_mean},
         warnings=[*plan.notes, *texts.notes, *(f"{layer.name}: {layer.note}" for layer in pieces.layers() if layer.note), *guards.outliers(pieces.layers())],
     )
 

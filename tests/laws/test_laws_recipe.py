@@ -30,15 +30,21 @@ def listed(items: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
     return st.lists(items, max_size=3)
 
 
-quantize = st.fixed_dictionaries(
-    {"method": st.one_of(st.sampled_from(METHODS), st.just(["awq", "gptq"]), st.just(["rtn"])), "scheme": schemes},
-    optional={
-        "ignore": listed(words),
-        "overrides": listed(st.fixed_dictionaries({"match": words, "scheme": schemes})),
-        "options": mappings(
-            damping=st.floats(0, 1, exclude_min=True), act_order=st.booleans(), scale_search=st.booleans(), group_fallback=st.sampled_from(["error", "adjust", "ignore"])
-        ),
-    },
+methods = st.one_of(st.sampled_from([m for m in METHODS if m != "auto"]), st.just(["awq", "gptq"]), st.just(["rtn"]))
+budgets = st.one_of(st.integers(2, 8).map("{} bits".format), st.integers(1, 99).map("{}.5 MB".format), st.floats(1e-9, 9).map("kl <= {}".format))
+quantize = st.one_of(
+    st.fixed_dictionaries({"method": methods, "scheme": schemes}), st.fixed_dictionaries({"method": st.just("auto"), "budget": budgets}, optional={"candidates": listed(schemes)})
+).flatmap(
+    lambda chosen: st.fixed_dictionaries(
+        {name: st.just(value) for name, value in chosen.items()},
+        optional={
+            "ignore": listed(words),
+            "overrides": listed(st.fixed_dictionaries({"match": words, "scheme": schemes})),
+            "options": mappings(
+                damping=st.floats(0, 1, exclude_min=True), act_order=st.booleans(), scale_search=st.booleans(), group_fallback=st.sampled_from(["error", "adjust", "ignore"])
+            ),
+        },
+    )
 )
 recipes = st.fixed_dictionaries(
     {"version": st.just(1), "model": st.fixed_dictionaries({"source": words}, optional={"revision": st.none() | words, "trust_remote_code": st.booleans()}), "quantize": quantize},

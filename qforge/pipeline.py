@@ -21,7 +21,8 @@ from qforge.progress import SILENT, Progress
 from qforge.recipe import Recipe, load_recipe
 from qforge.stages import artifact as artifacts
 from qforge.stages import auto, evidence, exports, outcome
-from qforge.stages.candidates import candidates
+from qforge.stages.auto import Choice
+from qforge.stages.candidates import DEFAULT, Candidates, candidates
 from qforge.stages.estimates import Estimate, activation_budget, estimate
 from qforge.stages.journal import Journal
 from qforge.stages.meter import Meter, return_freed_memory
@@ -34,8 +35,13 @@ FINISHED = ("results.json", "report.md", "report.html", "junit.xml")
 OURS = ("work", "model", "exports")
 
 
-def plan(recipe: Recipe | str | Path, *, overrides: Sequence[str] = ()) -> tuple[Recipe, Plan, Estimate]:
+def plan(recipe: Recipe | str | Path, *, out: str | Path | None = None, overrides: Sequence[str] = ()) -> tuple[Recipe, Plan, Estimate]:
     """What `quantize` would do, and what it is expected to take; nothing is written.
+
+    Args:
+        recipe: as for `quantize`.
+        out: the output folder; what an earlier run measured for method auto is taken from there.
+        overrides: as for `quantize`.
 
     Raises:
         QforgeError: what `quantize` would refuse before it starts.
@@ -44,10 +50,16 @@ def plan(recipe: Recipe | str | Path, *, overrides: Sequence[str] = ()) -> tuple
     torch.set_num_threads(recipe.run.threads or len(os.sched_getaffinity(0)))
     _, model = _open(recipe)
     blocks = BlockModel(model)
-    planned = make_plan(recipe, model, blocks)
+    choices = candidates(recipe, model, blocks)
+    planned = _planned(recipe, model, blocks, choices)
     exports.check(recipe, replace(model, schemes=planned.schemes))
     texts = gather_texts(recipe, model, planned, None)
     _budget(recipe, planned, blocks, texts)
+    if choices is not None:
+        work = _out(recipe, out) / "work"
+        known = auto.recalled(model.fingerprint(), planned, choices, texts, Journal(work)) if work.is_dir() else None
+        choice = None if known is None else auto.choose(recipe, choices, known)
+        planned = replace(_planned(recipe, model, blocks, choices, choice), notes=(*planned.notes, auto.said(choice)))
     return recipe, planned, _estimate(recipe, planned, blocks, texts)
 
 
@@ -70,13 +82,13 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
     return_freed_memory()
     meter = Meter()
     recipe = _loaded(recipe, overrides)
-    out = Path(out) if out is not None else Path("runs") / recipe.name
+    out = _out(recipe, out)
     torch.set_num_threads(recipe.run.threads or len(os.sched_getaffinity(0)))
     with meter.stage("open"):
         base, model = _open(recipe)
         blocks = BlockModel(model)
         choices = candidates(recipe, model, blocks)
-        planned = make_plan(recipe, model, blocks, None if choices is None else choices.draft())
+        planned = _planned(recipe, model, blocks, choices)
         skipped = exports.check(recipe, replace(model, schemes=planned.schemes))
         budget = _budget(recipe, planned, blocks, gather_texts(recipe, model, planned, None))
         model_sha256 = model.fingerprint()
@@ -88,12 +100,11 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
             texts = gather_texts(recipe, model, planned, journal)
         for note in (*planned.notes, *texts.notes):
             progress.note(note)
-        chosen = None
+        choice = None
         if choices is not None:
             with meter.stage("choose"):
-                name = auto.measurement_key(model_sha256, planned, choices, texts)
-                chosen = auto.choose(recipe, choices, auto.measured(name, planned, blocks, choices, texts, budget, journal, progress))
-            planned = make_plan(recipe, model, blocks, chosen.schemes)
+                choice = auto.choose(recipe, choices, auto.measured(model_sha256, planned, blocks, choices, texts, budget, journal, progress))
+            planned = _planned(recipe, model, blocks, choices, choice)
             skipped = exports.check(recipe, replace(model, schemes=planned.schemes))
         artifacts.clear_others(out, recipe, model_sha256, planned, texts, journal)
         with meter.stage("quantize"):
@@ -115,7 +126,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
             meter.keep(out / "work" / "meter.json")
         else:
             meter.recall(out / "work" / "meter.json")
-        results = outcome.assemble(recipe, model, planned, texts, written, evaluation, made, pieces, journal, meter, _estimate(recipe, planned, blocks, texts), chosen)
+        results = outcome.assemble(recipe, model, planned, texts, written, evaluation, made, pieces, journal, meter, _estimate(recipe, planned, blocks, texts), choice)
         write_text(out / "results.json", results.to_json())
         report.write(out / "results.json", out, list(recipe.report.formats))
     return results
@@ -161,8 +172,21 @@ def export(artifact: str | Path, format: str, *, type: str | None = None, out: s
     return exports.export_one(open_model(str(artifact)), Path(artifact), format, type, None if out is None else Path(out), progress)
 
 
+def _planned(recipe: Recipe, model: Model, blocks: BlockModel, choices: Candidates | None, choice: Choice | None = None) -> Plan:
+    """The plan; with method auto for what was chosen, or before that for a draft of about the budget's size."""
+    if choices is None:
+        return make_plan(recipe, model, blocks)
+    planned = make_plan(recipe, model, blocks, choices.draft() if choice is None else choice.schemes)
+    return replace(planned, notes=(*choices.notes, *planned.notes))
+
+
+def _out(recipe: Recipe, out: str | Path | None) -> Path:
+    return Path(out) if out is not None else Path("runs") / recipe.name
+
+
 def _estimate(recipe: Recipe, planned: Plan, blocks: BlockModel, texts: Texts) -> Estimate:
-    return estimate(planned, blocks, *_tokens(recipe, planned, texts), adapters=bool(recipe.adapters))
+    tried = len(recipe.quantize.candidates or DEFAULT) if recipe.quantize.method[-1] == "auto" else 0
+    return estimate(planned, blocks, *_tokens(recipe, planned, texts), adapters=bool(recipe.adapters), candidates=tried)
 
 
 def _budget(recipe: Recipe, planned: Plan, blocks: BlockModel, texts: Texts) -> int:

@@ -22,7 +22,7 @@ def command(recipe_file: Path, overrides: tuple[str, ...], out: Path | None, fre
     from qforge.recipe import load_recipe
 
     if dry_run:
-        print_plan(*pipeline.plan(recipe_file, overrides=overrides))
+        print_plan(*pipeline.plan(recipe_file, out=out, overrides=overrides))
         return
     with TerminalProgress() as progress:
         recipe = load_recipe(recipe_file, overrides)

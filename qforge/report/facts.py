@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from qforge.report import choice
 from qforge.report.numbers import MISSING, figure, interval, number, percent, seconds, size
 
 WORST_LAYERS = 10
@@ -47,6 +48,7 @@ def gather(results: Mapping[str, Any]) -> Facts:
         _quality(results),
         _gates(results),
         _sizes(results),
+        *_choice(results),
         _exports(results),
         _adapters(results),
         _texts(results),
@@ -127,6 +129,20 @@ def _sizes(results: Mapping[str, Any]) -> Table:
     schemes = ", ".join(f"{count} x {scheme}" for scheme, count in _schemes(results).items())
     rows += [("layers", schemes or MISSING), ("artifact", f"{artifact.get('path', MISSING)}, sha256 {artifact.get('sha256', MISSING)}")]
     return Table("Size", ("", "value"), rows)
+
+
+def _choice(results: Mapping[str, Any]) -> list[Table]:
+    auto = results.get("auto")
+    if auto is None:
+        return []
+    curve = Table(
+        "Choice of schemes",
+        ("schemes", "bits per weight", "size of the weights", "predicted KL divergence", "against this model"),
+        choice.curve_rows(auto),
+        choice.curve_words(auto),
+    )
+    header = ("layers", "scheme", "bits per weight", "predicted KL divergence", "next larger", "next smaller")
+    return [curve, Table("Layers by bits", header, choice.layers_rows(auto), choice.layers_words(auto))]
 
 
 def _schemes(results: Mapping[str, Any]) -> dict[str, int]:

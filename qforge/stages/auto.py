@@ -33,7 +33,7 @@ class Choice:
     described: dict[str, Any]
 
 
-def measurement_key(model_sha256: str, plan: Plan, candidates: Candidates, texts: Texts) -> str:
+def _key(model_sha256: str, plan: Plan, candidates: Candidates, texts: Texts) -> str:
     """The key of everything that decides the measurement; the budget does not."""
     assert texts.calibration is not None
     options = plan.options
@@ -46,19 +46,19 @@ def measurement_key(model_sha256: str, plan: Plan, candidates: Candidates, texts
     )
 
 
-def recalled(name: str, journal: Journal) -> list[Sensitivity] | None:
-    """An earlier measurement, or None."""
-    found = journal.load(name)
+def recalled(model_sha256: str, plan: Plan, candidates: Candidates, texts: Texts, journal: Journal) -> list[Sensitivity] | None:
+    """An earlier measurement for the same model, calibration text, candidates and options; None where there is none."""
+    found = None if texts.calibration is None else journal.load(_key(model_sha256, plan, candidates, texts))
     return None if found is None else [Sensitivity(n, shared, {parse(s): kl for s, kl in by_scheme.items()}) for n, shared, by_scheme in found[1]]
 
 
-def measured(name: str, plan: Plan, blocks: BlockModel, candidates: Candidates, texts: Texts, budget: int, journal: Journal, progress: Progress) -> list[Sensitivity]:
+def measured(model_sha256: str, plan: Plan, blocks: BlockModel, candidates: Candidates, texts: Texts, budget: int, journal: Journal, progress: Progress) -> list[Sensitivity]:
     """Measure, unless the journal knows; `budget` bytes of activations lie in memory.
 
     Rounding is GPTQ without its correction for the errors of other layers, since one linear at a time is rounded here, and without the descent afterwards, which
     makes the measurement half as long again (27 s instead of 19 s on stories15M) and ranks layers no better (.96 both).
     """
-    found = recalled(name, journal)
+    found = recalled(model_sha256, plan, candidates, texts, journal)
     if found is not None:
         return found
     assert plan.quantizer is not None
@@ -66,8 +66,18 @@ def measured(name: str, plan: Plan, blocks: BlockModel, candidates: Candidates, 
     options = replace(plan.options, error_correction=False, refine=0)
     study = Study(blocks, plan.quantizer, {n: candidates.options(n) for n in candidates.shapes}, options, Room(journal.folder, budget))
     found = measure(study, texts.calibration.ids, progress)
-    journal.save(name, {"count": torch.tensor(len(found))}, [(s.name, s.shared, {str(scheme): kl for scheme, kl in s.divergence.items()}) for s in found])
+    value = [(s.name, s.shared, {str(scheme): kl for scheme, kl in s.divergence.items()}) for s in found]
+    journal.save(_key(model_sha256, plan, candidates, texts), {"count": torch.tensor(len(found))}, value)
     return found
+
+
+def said(choice: Choice | None) -> str:
+    """What a plan says of the choice."""
+    if choice is None:
+        return "the schemes above stand for the budget only: auto chooses once it has measured what each layer's rounding does"
+    c, down, up = choice.described, choice.described["step_down"], choice.described["step_up"]
+    steps = " and ".join(f"{x['predicted_kl']:.4f} at {x['bits_per_weight']:.2f} bits" for x in (down, up))
+    return f"schemes chosen from an earlier measurement: predicted KL divergence {c['predicted_kl']:.4f} at {c['bits_per_weight']:.2f} bits; {steps}"
 
 
 def choose(recipe: Recipe, candidates: Candidates, sensitivities: Sequence[Sensitivity]) -> Choice:

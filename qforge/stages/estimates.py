@@ -36,7 +36,7 @@ class Estimate:
     seconds: dict[str, float]
 
 
-def estimate(plan: Plan, blocks: BlockModel, calibration_tokens: int, evaluation_tokens: int, *, adapters: bool) -> Estimate:
+def estimate(plan: Plan, blocks: BlockModel, calibration_tokens: int, evaluation_tokens: int, *, adapters: bool, candidates: int = 0) -> Estimate:
     """Estimate a run.
 
     Args:
@@ -45,13 +45,16 @@ def estimate(plan: Plan, blocks: BlockModel, calibration_tokens: int, evaluation
         calibration_tokens: of all sequences; 0 for a method that needs none.
         evaluation_tokens: scored positions; 0 where evaluation is skipped.
         adapters: whether the base's own perplexity is measured, too.
+        candidates: schemes that are tried on each linear before one is chosen; 0 where there is no choice.
     """
     stages = {
+        "choose": _choose_memory(plan, blocks, calibration_tokens) if candidates else {},
         "quantize": _quantize_memory(plan, blocks, calibration_tokens),
         "evaluate": _evaluate_memory(plan, blocks, evaluation_tokens) if evaluation_tokens else {},
     }
     peak = max(stages, key=lambda name: sum(stages[name].values()))
-    return Estimate(stages[peak], peak, _seconds(plan, blocks, calibration_tokens, evaluation_tokens, 3 if adapters else 2))
+    choose = {"choose": _choose_seconds(plan, blocks, calibration_tokens, candidates)} if candidates else {}
+    return Estimate(stages[peak], peak, choose | _seconds(plan, blocks, calibration_tokens, evaluation_tokens, 3 if adapters else 2))
 
 
 def activation_budget(plan: Plan, blocks: BlockModel, calibration_tokens: int, evaluation_tokens: int, limit: int | None) -> int:
@@ -94,6 +97,24 @@ def _quantize_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, i
     }
 
 
+def _choose_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
+    shapes = _block_shapes(plan, blocks)
+    gradients = {
+        "one decoder block in fp32, read": 2 * sum(o * i for o, i in shapes) * 4,
+        "what a block keeps of one batch for its gradients": min(tokens, BATCH_TOKENS) * sum(o + i for o, i in shapes) * 4,
+    }
+    head = {
+        "the output head, as stored and in fp32": blocks.vocab_size * blocks.hidden_size * 8,
+        f"logits of {CHUNK} positions and their gradients": CHUNK * blocks.vocab_size * 4 * SCORING_COPIES,
+    }
+    errors = {name: size for name, size in _quantize_memory(plan, blocks, tokens).items() if name not in ("Python, torch, transformers, tokenizer", ACTIVATIONS)}
+    return {
+        "Python, torch, transformers, tokenizer": PROCESS,
+        ACTIVATIONS: min(tokens * blocks.hidden_size * 4, BUDGET),
+        **max((gradients, head, errors), key=lambda part: sum(part.values())),
+    }
+
+
 def _evaluate_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
     return {
         "Python, torch, transformers, tokenizer": PROCESS,
@@ -115,6 +136,16 @@ def _seconds(plan: Plan, blocks: BlockModel, calibration: int, evaluation: int, 
     per_linear = sum(o * i * i for o, i in shapes) * blocks.num_blocks * (3 * plan.options.refine + 2 * corrected)
     quantize = (calibration * per_token + per_linear) / rate if calibration else 0.0
     return {"quantize": quantize + (0.5 if calibration else 0.05) * blocks.num_blocks, "evaluate": evaluation * passes * (weights + head) / rate}
+
+
+def _choose_seconds(plan: Plan, blocks: BlockModel, tokens: int, candidates: int) -> float:
+    """One pass forward with statistics, every candidate rounded to, and one batch forward and back."""
+    shapes = _block_shapes(plan, blocks)
+    weights = sum(o * i for o, i in shapes) * blocks.num_blocks
+    inputs = sum(i * i for _, i in shapes) * 4 // 7 * blocks.num_blocks
+    tries = candidates * sum(o * i * i for o, i in shapes) * blocks.num_blocks * 3
+    gradients = min(tokens, BATCH_TOKENS) * (2 * weights + 2 * blocks.vocab_size * blocks.hidden_size)
+    return (tokens * (weights + inputs) + tries + gradients) / gemm_rate() + 0.5 * blocks.num_blocks
 
 
 def gemm_rate() -> float:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from qforge.recipe.limits import FIGURES, Limit, parse_gate, parse_limit
+from qforge.recipe.limits import FIGURES, Budget, Limit, parse_budget, parse_gate, parse_limit
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,24 @@ def test_gates() -> None:
     with pytest.raises(ValueError, match="no limit"):
         parse_gate("kl_mean == 1")
     assert len(set(FIGURES)) == len(FIGURES)
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("4.5 bits", Budget(bits=4.5)),
+        ("4bit", Budget(bits=4.0)),
+        ("110 MB", Budget(size_bytes=110_000_000)),
+        ("1.5GiB", Budget(size_bytes=3 << 29)),
+        ("kl <= 0.05", Budget(divergence=0.05)),
+        ("KL_mean<=5e-2", Budget(divergence=0.05)),
+    ],
+)
+def test_reads_budgets(text: str, budget: Budget) -> None:
+    assert parse_budget(text) == budget
+
+
+@pytest.mark.parametrize("text", ["", "4.5", "0 bits", "-1 bits", "0 MB", "kl", "kl <= 0", "kl >= 0.05", "kl < 0.05", "kl <= 1e999", "perplexity <= 3", 4.5, None])
+def test_refuses_budgets(text: object) -> None:
+    with pytest.raises(ValueError, match="no budget"):
+        parse_budget(text)

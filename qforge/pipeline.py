@@ -100,25 +100,32 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
             texts = gather_texts(recipe, model, planned, journal)
         for note in (*planned.notes, *texts.notes):
             progress.note(note)
-        choice = None
+        chooser = choice = None
         if choices is not None:
             with meter.stage("choose"):
-                choice = auto.choose(recipe, choices, auto.measured(model_sha256, planned, blocks, choices, texts, budget, journal, progress))
-            planned = _planned(recipe, model, blocks, choices, choice)
-            skipped = exports.check(recipe, replace(model, schemes=planned.schemes))
-        artifacts.clear_others(out, recipe, model_sha256, planned, texts, journal)
-        with meter.stage("quantize"):
-            pieces = artifacts.quantize(recipe, model_sha256, blocks, planned, texts, budget, journal, progress)
-        with meter.stage("write"):
-            written = artifacts.write(out / "model", recipe, model, model_sha256, planned, texts, pieces, journal)
-            artifact = open_model(str(out / "model"))
+                chooser = auto.chooser(recipe, model_sha256, planned, blocks, choices, texts, budget, journal, progress)
+                choice = chooser.choice()
+        while True:
+            if choice is not None:
+                planned = _planned(recipe, model, blocks, choices, choice)
+                skipped = exports.check(recipe, replace(model, schemes=planned.schemes))
+            artifacts.clear_others(out, recipe, model_sha256, planned, texts, journal)
+            with meter.stage("quantize"):
+                pieces = artifacts.quantize(recipe, model_sha256, blocks, planned, texts, budget, journal, progress)
+            with meter.stage("write"):
+                written = artifacts.write(out / "model", recipe, model, model_sha256, planned, texts, pieces, journal)
+                artifact = open_model(str(out / "model"))
+            evaluation = None
+            if recipe.evaluate is not None and texts.evaluation is not None:
+                with meter.stage("evaluate"):
+                    hashes = {"merged": model_sha256, "artifact": written["sha256"]}
+                    evaluation = evidence.measure_artifact(recipe.evaluate.engine, base, model, artifact, hashes, texts.evaluation, journal, progress)
+            second = None if chooser is None or choice is None else chooser.second(choice, evaluation)
+            if second is None:
+                break
+            choice = second
         with meter.stage("export"):
             made = exports.make(recipe, artifact, written["sha256"], skipped, out, journal, progress)
-        evaluation = None
-        if recipe.evaluate is not None and texts.evaluation is not None:
-            with meter.stage("evaluate"):
-                hashes = {"merged": model_sha256, "artifact": written["sha256"]}
-                evaluation = evidence.measure_artifact(recipe.evaluate.engine, base, model, artifact, hashes, texts.evaluation, journal, progress)
         with meter.stage("verify"):
             engine = "auto" if recipe.evaluate is None else recipe.evaluate.engine
             made = exports.verify_all(made, artifact, written["sha256"], engine, texts.evaluation, out, journal, progress)
@@ -185,12 +192,15 @@ def _out(recipe: Recipe, out: str | Path | None) -> Path:
 
 
 def _estimate(recipe: Recipe, planned: Plan, blocks: BlockModel, texts: Texts) -> Estimate:
-    tried = len(recipe.quantize.candidates or DEFAULT) if recipe.quantize.method[-1] == "auto" else 0
-    return estimate(planned, blocks, *_tokens(recipe, planned, texts), adapters=bool(recipe.adapters), candidates=tried)
+    return estimate(planned, blocks, *_tokens(recipe, planned, texts), adapters=bool(recipe.adapters), candidates=_tried(recipe))
+
+
+def _tried(recipe: Recipe) -> int:
+    return len(recipe.quantize.candidates or DEFAULT) if recipe.quantize.method[-1] == "auto" else 0
 
 
 def _budget(recipe: Recipe, planned: Plan, blocks: BlockModel, texts: Texts) -> int:
-    return activation_budget(planned, blocks, *_tokens(recipe, planned, texts), recipe.run.memory_limit)
+    return activation_budget(planned, blocks, *_tokens(recipe, planned, texts), recipe.run.memory_limit, candidates=_tried(recipe))
 
 
 def _tokens(recipe: Recipe, planned: Plan, texts: Texts) -> tuple[int, int]:

@@ -18,6 +18,8 @@ def curve_words(auto: Mapping[str, Any]) -> str:
     words = f"Budget: {auto['budget']}. Chosen: {number(auto['bits_per_weight'], 3)} bits per weight, predicted KL divergence {number(auto['predicted_kl'])}"
     if auto.get("measured_kl") is not None:
         words += f", measured {number(auto['measured_kl'])}"
+    if auto.get("correction") is not None:
+        words += f"; a first try measured {number(auto['correction'], 2)} times its prediction, which this choice allows for"
     return f"{words}. Predictions are sums over layers that are rounded alone; another budget needs no new measurement."
 
 

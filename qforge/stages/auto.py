@@ -21,8 +21,10 @@ from qforge.stages.candidates import Candidates
 from qforge.stages.journal import Journal, key
 from qforge.stages.knapsack import Knapsack
 from qforge.stages.texts import Texts
+from qforge.types import Evaluation
 
 STEP = 0.25  # bits per weight between two points of the curve
+MARGIN = 0.97  # of a KL divergence that is asked for: the part that a second try aims at, since it is not measured again before it counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,14 @@ def said(choice: Choice | None) -> str:
     return f"schemes chosen from an earlier measurement: predicted KL divergence {c['predicted_kl']:.4f} at {c['bits_per_weight']:.2f} bits; {steps}"
 
 
-def choose(recipe: Recipe, candidates: Candidates, sensitivities: Sequence[Sensitivity]) -> Choice:
+def choose(recipe: Recipe, candidates: Candidates, sensitivities: Sequence[Sensitivity], factor: float | None = None) -> Choice:
     """Choose schemes for the recipe's budget.
+
+    Args:
+        recipe: its budget.
+        candidates: what can be chosen.
+        sensitivities: as measured.
+        factor: measured over predicted KL divergence of a first choice for the same budget, if there was one.
 
     Raises:
         RecipeError: no choice reaches the KL divergence that is asked for.
@@ -92,20 +100,60 @@ def choose(recipe: Recipe, candidates: Candidates, sensitivities: Sequence[Sensi
         places = knapsack.within(candidates.capacity_bits)
         assert places is not None, "a budget below the smallest candidates is refused before anything is measured"
     else:
-        places = _reaching(recipe, knapsack)
+        places = _reaching(recipe, knapsack, factor)
     chosen = [unit.options[place] for unit, place in zip(units, places, strict=True)]
     schemes = {name: scheme for unit, scheme in zip(units, chosen, strict=True) for name in unit.names}
-    return Choice(schemes, _described(recipe, candidates, units, chosen, knapsack))
+    return Choice(schemes, _described(recipe, candidates, units, chosen, knapsack) | {"correction": factor})
 
 
-def _reaching(recipe: Recipe, knapsack: Knapsack) -> list[int]:
-    floor = parse_budget(str(recipe.quantize.budget)).divergence
+def _reaching(recipe: Recipe, knapsack: Knapsack, factor: float | None) -> list[int]:
+    floor = parse_budget(recipe.quantize.budget).divergence
     assert floor is not None
-    places = knapsack.reaching(floor)
+    places = knapsack.reaching(floor if factor is None else MARGIN * floor / factor)
     if places is None:
-        best = knapsack.cost(knapsack.largest)
+        best = knapsack.cost(knapsack.largest) * (factor or 1.0)
         raise RecipeError(f"quantize.budget: {recipe.quantize.budget}: the best choice of these candidates is predicted to reach {best:.2g}; allow more, or add larger candidates")
     return places
+
+
+@dataclass(frozen=True, slots=True)
+class Chooser:
+    """Chooses for a run. A KL divergence that is asked for is approached in two tries: predictions are off by a factor, which the first try finds out; the journal keeps it.
+
+    Attributes:
+        recipe, candidates, sensitivities: as for `choose`.
+        journal: keeps the factor.
+        name: its key.
+    """
+
+    recipe: Recipe
+    candidates: Candidates
+    sensitivities: list[Sensitivity]
+    journal: Journal
+    name: str
+
+    def choice(self) -> Choice:
+        """The choice, by all that is known."""
+        found = self.journal.load(self.name)
+        return choose(self.recipe, self.candidates, self.sensitivities, None if found is None else found[1])
+
+    def second(self, first: Choice, evaluation: Evaluation | None) -> Choice | None:
+        """Another choice in the light of what the first one's model measured; None where it stands."""
+        predicted = first.described["predicted_kl"]
+        if self.candidates.capacity_bits is not None or first.described["correction"] is not None or evaluation is None or not evaluation.kl_mean or not predicted:
+            return None
+        self.journal.save(self.name, {"done": torch.ones(1)}, evaluation.kl_mean / predicted)
+        return self.choice()
+
+
+def chooser(recipe: Recipe, model_sha256: str, plan: Plan, blocks: BlockModel, candidates: Candidates, texts: Texts, budget: int, journal: Journal, progress: Progress) -> Chooser:
+    """Measure, unless the journal knows; then choose."""
+    sensitivities = measured(model_sha256, plan, blocks, candidates, texts, budget, journal, progress)
+    evaluated = None if recipe.evaluate is None or texts.evaluation is None else (texts.evaluation.sha256, texts.evaluation.protocol, recipe.evaluate.engine)
+    name = key(
+        "correction", measured=_key(model_sha256, plan, candidates, texts), options=recipe.quantize.options.model_dump(), budget=recipe.quantize.budget, evaluation=evaluated
+    )
+    return Chooser(recipe, candidates, sensitivities, journal, name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def estimate(plan: Plan, blocks: BlockModel, calibration_tokens: int, evaluation
     return Estimate(stages[peak], peak, choose | _seconds(plan, blocks, calibration_tokens, evaluation_tokens, 3 if adapters else 2))
 
 
-def activation_budget(plan: Plan, blocks: BlockModel, calibration_tokens: int, evaluation_tokens: int, limit: int | None) -> int:
+def activation_budget(plan: Plan, blocks: BlockModel, calibration_tokens: int, evaluation_tokens: int, limit: int | None, *, candidates: int = 0) -> int:
     """Bytes of calibration activations that may lie in memory at once; the rest goes to disk.
 
     Raises:
@@ -65,7 +65,8 @@ def activation_budget(plan: Plan, blocks: BlockModel, calibration_tokens: int, e
     """
     if limit is None:
         return BUDGET
-    fixed = sum(size for name, size in _quantize_memory(plan, blocks, calibration_tokens).items() if name != ACTIVATIONS)
+    stages = [_quantize_memory(plan, blocks, calibration_tokens), *([_choose_memory(plan, blocks, calibration_tokens)] if candidates else [])]
+    fixed = max(sum(size for name, size in stage.items() if name != ACTIVATIONS) for stage in stages)
     evaluate = sum(_evaluate_memory(plan, blocks, evaluation_tokens).values()) if evaluation_tokens else 0
     for needed, stage, way_out in ((fixed, "quantizing", "fewer calibration tokens"), (evaluate, "evaluating", "a shorter evaluation text, or evaluate: null")):
         if needed > limit:

@@ -77,7 +77,13 @@ def assemble(
         memory=_memory(meter, estimate),
         environment=environment(),
         auto=None if choice is None else {**choice.described, "measured_kl": None if evaluation is None else evaluation.kl_mean},
-        warnings=[*plan.notes, *texts.notes, *(f"{layer.name}: {layer.note}" for layer in pieces.layers() if layer.note), *guards.outliers(pieces.layers())],
+        warnings=[
+            *plan.notes,
+            *texts.notes,
+            *(f"{layer.name}: {layer.note}" for layer in pieces.layers() if layer.note),
+            *guards.outliers(pieces.layers()),
+            *guards.missed(recipe.quantize.budget, evaluation),
+        ],
     )
 
 

@@ -24,8 +24,9 @@ calibration:
   seed: 0
 
 quantize:
-  method: gptq              # none, rtn (fast, no calibration), gptq (better), ...
+  method: gptq              # none, rtn (fast, no calibration), gptq (better), auto (chooses each layer's scheme), ...
   scheme: int4-g64-sym      # bits, who shares a scale (g64: 64 inputs), symmetry; or a preset such as w8a16
+  # budget: 4.5 bits        # for method: auto, instead of scheme: bits per weight, "110 MB", or "kl <= 0.05"
   ignore: [lm_head]         # names or patterns of layers that stay as they are
   # overrides:              # other schemes for some layers
   #   - {match: "*.down_proj", scheme: int8-g64-sym}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from qforge.errors import RecipeError, UnsupportedError
 from qforge.export import exporter
 from qforge.layouts import checkpoint
+from qforge.layouts.compressed_tensors import packs_zeros
 from qforge.methods import find
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
@@ -96,7 +97,7 @@ def candidates(recipe: Recipe, model: Model, blocks: BlockModel) -> Candidates |
     _check_together(recipe, model, fitted)
     fixed = {name: (scheme,) * len(listed) for name, (_, scheme, _) in by_name.items() if scheme is not None}
     shapes = {name: shape for name, (shape, _, reason) in by_name.items() if reason is None}
-    found = Candidates(shapes, listed, {name: fitted.get(name) or fixed[name] for name in shapes}, None, unquantized_bytes(model, shapes), notes)
+    found = Candidates(shapes, listed, {name: fitted.get(name) or fixed[name] for name in shapes}, None, unquantized_bytes(model, shapes), (*notes, *_padding(listed)))
     return _within_budget(recipe, found)
 
 
@@ -167,6 +168,12 @@ def _check_together(recipe: Recipe, model: Model, fitted: Mapping[str, tuple[Sch
         problem = None if section.optional else _export_problem(section.format, section.type, model, mixture)
         if problem is not None:
             raise UnsupportedError(problem if problem.startswith("export ") else f"export {section.format}: {problem}")
+
+
+def _padding(listed: Collection[Scheme]) -> list[str]:
+    padded = [scheme for scheme in listed if packs_zeros(scheme)] if len(listed) > 1 else []
+    said = "beside other schemes, transformers loads zero points only in 32 bits each: files are larger than the bits per weight say, which count what a zero point needs"
+    return [f"{padded[0]}: {said}"] if padded else []
 
 
 def _within_budget(recipe: Recipe, found: Candidates) -> Candidates:

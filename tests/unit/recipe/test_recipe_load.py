@@ -85,6 +85,24 @@ def test_memory_limits_are_sizes(tmp_path: Path, text: str, size: int) -> None:
     assert load(tmp_path, GOOD + f"run: {{memory_limit: {text}}}\n").run.memory_limit == size
 
 
+def test_auto_has_a_budget_and_no_scheme(tmp_path: Path) -> None:
+    auto = "version: 1\nmodel: {source: demo}\nquantize: {method: auto, budget: 4.5 bits, candidates: [int4-g32-sym, w8a16]}\n"
+    recipe = load(tmp_path, auto)
+    assert recipe.quantize.scheme is None
+    assert recipe.quantize.candidates == (parse("int4-g32-sym"), parse("int8-channel-sym"))
+    assert load(tmp_path, json.dumps(recipe.to_dict())) == recipe
+    for change, says in (
+        ("quantize.budget=null", 'method auto needs a budget: .*"4.5 bits"'),
+        ("quantize.budget=4.5", "budget"),
+        ("quantize.budget=soon", "'soon' is no budget; write bits per weight"),
+        ("quantize.scheme=int4-g32-sym", "method auto chooses schemes itself"),
+        ("quantize={method: rtn, scheme: w8a16, budget: 4 bits}", "belong to method: auto"),
+        ("quantize={method: rtn, scheme: w8a16, candidates: [w8a16]}", "belong to method: auto"),
+        ("quantize.candidates=[int4]", "'int4' is not a scheme"),
+    ):
+        assert re.search(says, refusal(tmp_path, auto, (change,))), change
+
+
 def test_methods_that_name_their_numbers_bring_a_scheme(tmp_path: Path) -> None:
     assert load(tmp_path, GOOD, ("quantize.method=nf4", "quantize.scheme=null")).quantize.scheme == parse("nf4")
     assert load(tmp_path, GOOD, ("quantize={method: fp8}",)).quantize.scheme == parse("fp8-dynamic")

@@ -2,6 +2,7 @@
 
     python benchmarks/methods.py --model demo --adapter examples/demo-adapter --schemes int4-g64-sym
     python benchmarks/methods.py --model DIR --calibration FILE --text FILE --window 256 --schemes int4-g32-sym,int4-g32-asym
+    python benchmarks/methods.py --model DIR --calibration FILE --text FILE --window 256 --methods auto --schemes "4.5 bits,4.25 bits"
 
 Each run is a process of its own, one at a time; started afresh.
 """
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace, method: str, scheme: str) -> dict:
         "model": {"source": absolute(args.model)},
         "adapters": [{"source": absolute(args.adapter)}] if args.adapter else [],
         "calibration": {"source": absolute(args.calibration), "samples": args.samples, "sequence_length": args.window},
-        "quantize": {"method": method, "scheme": scheme},
+        "quantize": {"method": method, "budget" if method == "auto" else "scheme": scheme},
         "evaluate": {"text": absolute(args.text), "window": args.window},
     }
     (out / "recipe.yaml").write_text(json.dumps(recipe, indent=1))
@@ -57,7 +58,7 @@ def row(r: dict) -> str:
     e, low_high = r["evaluation"], r["evaluation"]["kl_mean_ci95"]
     interval = f"{low_high[0]:.4f}-{low_high[1]:.4f}" if low_high else "-"
     return (
-        f"| {r['recipe']['quantize']['method']} | {r['recipe']['quantize']['scheme']} | {r['artifact']['bits_per_weight']:.2f} | {e['kl_mean']:.4f} | {interval} "
+        f"| {r['recipe']['quantize']['method']} | {r['recipe']['quantize']['scheme'] or r['recipe']['quantize']['budget']} | {r['artifact']['bits_per_weight']:.2f} | {e['kl_mean']:.4f} | {interval} "
         f"| {e['candidate']['perplexity']:.3f} ({e['reference']['perplexity']:.3f}) | {e['top1_agreement']:.3f} | {r['timings']['quantize']:.1f} "
         f"| {r['memory']['peak during quantize'] / 1e6:.0f} |"
     )

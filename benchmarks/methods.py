@@ -55,10 +55,11 @@ def absolute(name: str) -> str:
 
 
 def row(r: dict) -> str:
+    quantize = r["recipe"]["quantize"]
     e, low_high = r["evaluation"], r["evaluation"]["kl_mean_ci95"]
     interval = f"{low_high[0]:.4f}-{low_high[1]:.4f}" if low_high else "-"
     return (
-        f"| {r['recipe']['quantize']['method']} | {r['recipe']['quantize']['scheme'] or r['recipe']['quantize']['budget']} | {r['artifact']['bits_per_weight']:.2f} | {e['kl_mean']:.4f} | {interval} "
+        f"| {quantize['method']} | {quantize['scheme'] or quantize['budget']} | {r['artifact']['bits_per_weight']:.2f} | {e['kl_mean']:.4f} | {interval} "
         f"| {e['candidate']['perplexity']:.3f} ({e['reference']['perplexity']:.3f}) | {e['top1_agreement']:.3f} | {r['timings']['quantize']:.1f} "
         f"| {r['memory']['peak during quantize'] / 1e6:.0f} |"
     )

@@ -38,6 +38,23 @@ NB_MODULE(_solver, m) {
         nb::arg("pool"), nb::arg("hessian"), nb::arg("scales"), nb::arg("group"), nb::arg("low"), nb::arg("high"), nb::arg("in_features"),
         nb::arg("out_features"), nb::arg("sweeps"), nb::arg("gradient"), nb::arg("codes"), nb::call_guard<nb::gil_scoped_release>());
     m.def(
+        "refine_columns",
+        [](uintptr_t outputs, uintptr_t hessian, uintptr_t scales, uintptr_t group, float low, float high, int64_t inputs, int64_t out_features, uintptr_t gradient,
+           uintptr_t codes) {
+            const Grid grid{pointer<const float>(scales), nullptr, pointer<const int32_t>(group), low, high};
+            qforge::refine_columns(pointer<const float>(outputs), pointer<const float>(hessian), grid, inputs, out_features, pointer<float>(gradient), pointer<int8_t>(codes));
+        },
+        nb::arg("outputs"), nb::arg("hessian"), nb::arg("scales"), nb::arg("group"), nb::arg("low"), nb::arg("high"), nb::arg("inputs"), nb::arg("out_features"),
+        nb::arg("gradient"), nb::arg("codes"), nb::call_guard<nb::gil_scoped_release>());
+    m.def(
+        "refine_group_scales",
+        [](uintptr_t outputs, uintptr_t hessian, uintptr_t steps, int64_t inputs, int64_t out_features, uintptr_t gradient, uintptr_t scales) {
+            qforge::refine_group_scales(pointer<const float>(outputs), pointer<const float>(hessian), pointer<const float>(steps), inputs, out_features,
+                                        pointer<float>(gradient), pointer<float>(scales));
+        },
+        nb::arg("outputs"), nb::arg("hessian"), nb::arg("steps"), nb::arg("inputs"), nb::arg("out_features"), nb::arg("gradient"), nb::arg("scales"),
+        nb::call_guard<nb::gil_scoped_release>());
+    m.def(
         "best_scale",
         [](Pool &pool, uintptr_t weight, uintptr_t importance, uintptr_t scales, uintptr_t zeros, float low, float high, int64_t candidates, int64_t rows,
            int64_t groups, int64_t size, uintptr_t best) {

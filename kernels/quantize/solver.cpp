@@ -123,6 +123,46 @@ QFORGE_CLONES void refine_row(const RefineJob &job, int64_t row) {
     }
 }
 
+QFORGE_CLONES void refine_columns_of(const float *outputs, const float *hessian, const Grid &grid, int64_t inputs, int64_t rows, float *gradient, int8_t *codes, float *before) {
+    const bool is_signed = grid.low < 0.0f;
+    for (int64_t j = 0; j < inputs; ++j) {
+        const float curvature = hessian[j * inputs + j];
+        if (curvature <= 0.0f) continue;
+        const float *scales = grid.scales + grid.group[j] * rows;
+        float *column = gradient + j * rows;
+        int8_t *code = codes + j * rows;
+        std::memcpy(before, column, rows * sizeof(float));
+        for (int64_t o = 0; o < rows; ++o) {
+            const float old = is_signed ? static_cast<float>(code[o]) : static_cast<float>(static_cast<uint8_t>(code[o]));
+            const float wanted = std::min(std::max(old + column[o] / (outputs[o * rows + o] * curvature * scales[o]), grid.low), grid.high);
+            const float best = (wanted + kMagic) - kMagic;
+            if (best == old) continue;
+            code[o] = static_cast<int8_t>(static_cast<int32_t>(best));
+            subtract_scaled(column, outputs + o * rows, (best - old) * scales[o] * curvature, rows);
+        }
+        for (int64_t o = 0; o < rows; ++o) before[o] = (before[o] - column[o]) / curvature;  // G times the column's change
+        for (int64_t k = j + 1; k < inputs; ++k) subtract_scaled(gradient + k * rows, before, hessian[j * inputs + k], rows);
+    }
+}
+
+QFORGE_CLONES void refine_group_scales_of(const float *outputs, const float *hessian, const float *steps, int64_t inputs, int64_t rows, float *gradient, float *scales, float *effect) {
+    for (int64_t o = 0; o < rows; ++o) {
+        const float *step = steps + o * inputs, *row = gradient + o * inputs;
+        std::fill(effect, effect + inputs, 0.0f);  // less what a larger scale does to the inputs' errors, times H
+        for (int64_t k = 0; k < inputs; ++k) subtract_scaled(effect, hessian + k * inputs, step[k], inputs);
+        float slope = 0.0f, curvature = 0.0f;
+        for (int64_t k = 0; k < inputs; ++k) {
+            slope += row[k] * step[k];
+            curvature -= effect[k] * step[k];
+        }
+        curvature *= outputs[o * rows + o];
+        if (curvature <= 0.0f) continue;
+        const float change = std::min(std::max(slope / curvature, scales[o] * -0.25f), scales[o] * 0.25f);
+        scales[o] += change;
+        for (int64_t r = 0; r < rows; ++r) subtract_scaled(gradient + r * inputs, effect, -change * outputs[o * rows + r], inputs);
+    }
+}
+
 struct ScaleJob {
     const float *weight, *importance, *scales;
     const uint8_t *zeros;
@@ -183,6 +223,16 @@ void gptq_solve(Pool &pool, const float *lower, const float *weight, const Grid 
 void refine_codes(Pool &pool, const float *hessian, const Grid &grid, int64_t in_features, int64_t out_features, int sweeps, float *gradient, int8_t *codes) {
     RefineJob job{hessian, &grid, in_features, out_features, sweeps, gradient, codes};
     pool.run(static_cast<int>(out_features), [](void *context, int row, int) { refine_row(*static_cast<RefineJob *>(context), row); }, &job);
+}
+
+void refine_columns(const float *outputs, const float *hessian, const Grid &grid, int64_t inputs, int64_t out_features, float *gradient, int8_t *codes) {
+    std::vector<float> before(out_features);
+    refine_columns_of(outputs, hessian, grid, inputs, out_features, gradient, codes, before.data());
+}
+
+void refine_group_scales(const float *outputs, const float *hessian, const float *steps, int64_t inputs, int64_t out_features, float *gradient, float *scales) {
+    std::vector<float> effect(inputs);
+    refine_group_scales_of(outputs, hessian, steps, inputs, out_features, gradient, scales, effect.data());
 }
 
 void best_scale(Pool &pool, const float *weight, const float *importance, const float *scales, const uint8_t *zeros, float low, float high, int64_t candidates,

@@ -12,15 +12,14 @@ Letters: B windows, T tokens, D hidden width, I input features, O output feature
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from qforge import numerics
+from qforge.calibration.gradients import backwards
 from qforge.calibration.lockstep import lockstep
 from qforge.calibration.room import Kept, Room
 from qforge.calibration.sequential import BATCH_TOKENS
@@ -30,8 +29,6 @@ from qforge.methods import Options, Quantizer, Stats
 from qforge.models.blocks import BlockModel
 from qforge.progress import Progress
 from qforge.scheme import Scheme
-
-CHUNK = 128  # positions whose logits exist at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +86,22 @@ def measure(study: Study, windows: torch.Tensor, progress: Progress) -> list[Sen
     """
     blocks, room = study.blocks, study.room
     hidden = [room.keep(h) for h in blocks.embed(windows.split(max(1, BATCH_TOKENS // windows.shape[1])))]
-    kept: list[Kept] = []
+    kept: list[list[Kept]] = []
     errors: dict[str, _Errors] = {}
     for index in progress.track(range(blocks.num_blocks), "measure errors", blocks.num_blocks):
-        kept.append(room.copy(hidden[0].load()))
+        kept.append([room.copy(hidden[0].load())])
         hidden = _try_block(study, index, hidden, errors)
     if blocks.head_name in study.candidates:
         _try_head(study, hidden, errors)
-    squares, gradient = _head_gradients(blocks, hidden[0].load())
-    for index in progress.track(range(blocks.num_blocks - 1, -1, -1), "measure gradients", blocks.num_blocks):
-        found, gradient = _block_gradients(blocks, index, kept.pop(), gradient)
-        squares |= found
+    squares: dict[str, torch.Tensor] = {}
+    for _ in backwards(blocks, kept, [hidden[0].load()], lambda name, g: _add_squares(squares, name, g), progress):
+        pass
     return [_predicted(name, errors[name], squares[name]) for name in study.candidates]
+
+
+def _add_squares(squares: dict[str, torch.Tensor], name: str, gradient: torch.Tensor) -> None:
+    """Mean squares by output, `[O]`."""
+    squares[name] = gradient if gradient.dim() == 1 else gradient.flatten(0, -2).square().mean(0)
 
 
 def _try_block(study: Study, index: int, hidden: list[Kept], errors: dict[str, _Errors]) -> list[Kept]:
@@ -141,53 +142,6 @@ def _try(study: Study, name: str, weight: torch.Tensor, stats: Stats, shared: in
         error = numerics.dequantize(q) - weight
         rows[scheme] = (error @ stats.hessian * error).sum(1).clamp_(min=0) / stats.tokens
     return _Errors(shared, rows)
-
-
-def _head_gradients(blocks: BlockModel, hidden: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """From the last block's outputs `[B, T, D]`: mean squared gradient of log p(y) by the logits `[V]` under the head's name, and its gradient by these outputs `[B, T, D]`."""
-    generator = torch.Generator().manual_seed(0)
-    squares = torch.zeros(blocks.vocab_size)
-    positions = hidden.flatten(0, 1)
-    gradient = torch.empty_like(positions)
-    with blocks.head(gradients=True) as logits:
-        for x, target in zip(positions.split(CHUNK), gradient.split(CHUNK), strict=True):
-            x = x.detach().requires_grad_()
-            log_p = logits(x).log_softmax(-1)
-            p = log_p.detach().exp()
-            squares += (p * (1 - p)).sum(0)
-            drawn = torch.searchsorted(p.cumsum(-1), torch.rand(len(p), 1, generator=generator)).clamp_(max=p.shape[-1] - 1)  # torch.multinomial takes 20 times as long
-            target.copy_(torch.autograd.grad(log_p.gather(1, drawn).sum(), x)[0])
-    return ({} if blocks.head_name is None else {blocks.head_name: squares / len(positions)}), gradient.view_as(hidden)
-
-
-def _block_gradients(blocks: BlockModel, index: int, inputs: Kept, gradient: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """From the gradient by a block's outputs `[B, T, D]`: the mean squared gradient by each linear's outputs `[O]`, and the gradient by the block's inputs."""
-    with blocks.block(index) as module:
-        linears = blocks.linears(index)
-        sums = {name: torch.zeros(m.out_features) for name, m in linears.items()}
-        x = inputs.load().float().requires_grad_()
-        inputs.free()
-        with _squares_added(linears, sums):
-            by_inputs = torch.autograd.grad(blocks.run(index, module, x, gradients=True), x, gradient)[0]
-    return {name: total / gradient[..., 0].numel() for name, total in sums.items()}, by_inputs
-
-
-@contextlib.contextmanager
-def _squares_added(linears: Mapping[str, nn.Linear], sums: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """While open, squared gradients of what linears put out are added to `sums`, as they are computed."""
-
-    def watch(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
-        def add(gradient: torch.Tensor) -> None:
-            sums[name].add_(gradient.reshape(-1, gradient.shape[-1]).square().sum(0))
-
-        return lambda module, args, output: output.register_hook(add) and None
-
-    handles = [module.register_forward_hook(watch(name)) for name, module in linears.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _predicted(name: str, errors: _Errors, squares: torch.Tensor) -> Sensitivity:

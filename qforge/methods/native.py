@@ -102,6 +102,56 @@ def refine_codes(hessian: torch.Tensor, gradient: torch.Tensor, codes: torch.Ten
     )  # fmt: skip
 
 
+def refine_columns(outputs: torch.Tensor, hessian: torch.Tensor, gradient: torch.Tensor, codes: torch.Tensor, by_group: torch.Tensor, group: torch.Tensor, scheme: Scheme) -> None:
+    """Coordinate descent over the codes of `n` inputs with outputs weighed against each other, in place (kernels/include/qforge/solver.h).
+
+    Args:
+        outputs: `[O, O]` fp32, symmetric, with a positive diagonal.
+        hessian: `[n, n]` fp32, of these inputs.
+        gradient: `[n, O]` fp32, their columns of G (W - Q) H; used up.
+        codes: `[n, O]` int8 or uint8.
+        by_group: `[C, O]` fp32, scales.
+        group: `[n]` int32, each input's group.
+        scheme: an integer grid.
+    """
+    native = module()
+    assert native is not None
+    inputs, out_features = codes.shape
+    for tensor, shape, dtype in (
+        (outputs, (out_features, out_features), torch.float32),
+        (hessian, (inputs, inputs), torch.float32),
+        (gradient, (inputs, out_features), torch.float32),
+        (codes, (inputs, out_features), code_dtype(scheme)),
+        (by_group, (by_group.shape[0], out_features), torch.float32),
+        (group, (inputs,), torch.int32),
+    ):
+        assert tensor.shape == shape
+        assert tensor.dtype == dtype
+        assert tensor.is_contiguous()
+    low, high = scheme.code_range
+    native.refine_columns(outputs.data_ptr(), hessian.data_ptr(), by_group.data_ptr(), group.data_ptr(), low, high, inputs, out_features, gradient.data_ptr(), codes.data_ptr())
+
+
+def refine_group_scales(outputs: torch.Tensor, hessian: torch.Tensor, steps: torch.Tensor, gradient: torch.Tensor, scales: torch.Tensor) -> None:
+    """Coordinate descent over the scales of one group of `n` inputs with outputs weighed against each other, in place (kernels/include/qforge/solver.h).
+
+    Args:
+        outputs: `[O, O]` fp32, symmetric, with a positive diagonal.
+        hessian: `[n, n]` fp32, of these inputs.
+        steps: `[O, n]` fp32, codes less zero points.
+        gradient: `[O, n]` fp32, their columns of G (W - Q) H; used up.
+        scales: `[O]` fp32.
+    """
+    native = module()
+    assert native is not None
+    out_features, inputs = steps.shape
+    for tensor, shape in ((outputs, (out_features, out_features)), (hessian, (inputs, inputs)), (steps, steps.shape), (gradient, steps.shape), (scales, (out_features,))):
+        assert tensor.shape == shape
+        assert tensor.dtype == torch.float32
+        assert tensor.is_contiguous()
+    native.refine_group_scales(outputs.data_ptr(), hessian.data_ptr(), steps.data_ptr(), inputs, out_features, gradient.data_ptr(), scales.data_ptr())
+
+
 def best_scale(weight: torch.Tensor, importance: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:
     """Index `[O, C]` of the candidate with the smallest weighted squared error.
 

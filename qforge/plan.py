@@ -16,6 +16,8 @@ from qforge.models.model import Model
 from qforge.recipe import Recipe
 from qforge.scheme import Per, Scheme
 
+ROUTER = "decides over experts: a choice that changes costs more than its few weights"
+
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
@@ -113,7 +115,7 @@ def _layers(recipe: Recipe, model: Model, blocks: BlockModel, quantizer: Quantiz
     layers: list[LayerPlan] = []
     changed: dict[str, list[str]] = {}
     for name, (out_features, in_features) in shapes.items():
-        scheme, reason = _scheme_of(recipe, name, quantizer)
+        scheme, reason = (None, ROUTER) if name in blocks.routers else _scheme_of(recipe, name, quantizer)
         if scheme is not None and quantizer is not None:
             scheme, reason = _fitted(scheme, name, out_features, in_features, section.options.group_fallback)
             if reason is not None:
@@ -141,9 +143,10 @@ def _check_transforms(transforms: Sequence[Transform], schemes: Sequence[Scheme]
 
 
 def linear_shapes(model: Model, blocks: BlockModel) -> dict[str, tuple[int, int]]:
-    """`(out, in)` of every linear by module name: blocks first, the output head last."""
-    shapes = {}
+    """`(out, in)` of every linear by module name: blocks first (in each the routers of experts, which are not always linears), the output head last."""
+    shapes: dict[str, tuple[int, int]] = {}
     for index in range(blocks.num_blocks):
+        shapes |= {name: shape for name, shape in blocks.routers.items() if name.startswith(f"{blocks.block_names[index]}.")}
         for name, module in blocks.linears(index).items():
             shapes[name] = (module.out_features, module.in_features)
     if blocks.head_name is not None:

@@ -24,6 +24,7 @@ from qforge.calibration.transforms import PROBE, Folds, choose_folds
 from qforge.errors import NumericalError
 from qforge.methods import Options, Quantizer, Stats, Transform, statistics_needed
 from qforge.models.blocks import BlockModel
+from qforge.models.experts import routed_rows
 from qforge.progress import Progress
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
@@ -221,8 +222,8 @@ def _quantize_in_order(
         linear = linears[stop.name]
         if not stop.repeated or stats is None:
             sums = Sums(job.needs, linear.in_features)
-            for batch, x in zip(stop.batches, stop.inputs(), strict=True):
-                sums.add(x, None if originals is None else originals.take(stop.name, batch))
+            for batch, x, rows in zip(stop.batches, stop.inputs(), stop.rows, strict=True):
+                sums.add(x, None if originals is None else originals.take(stop.name, batch, x, rows))
             stats = sums.stats()
         q, _ = done[stop.name] = quantize_linear(stop.name, linear.weight.detach(), job.schemes[stop.name], job.quantizer, stats, job.options)
         linear.weight = nn.Parameter(numerics.dequantize(q), requires_grad=False)
@@ -237,14 +238,14 @@ class _Originals:
 
     def __init__(self, job: Job, index: int, module: nn.Module, linears: Mapping[str, nn.Linear], streams: Streams, folds: Folds) -> None:
         assert streams.original is not None
-        self._kept: dict[tuple[str, int], Kept] = {}
+        self._kept: dict[tuple[str, int], tuple[Kept, torch.Tensor | None]] = {}
         for i, batch in enumerate(streams.original):
             last: list[torch.Tensor] = []
 
             def gather(name: str, x: torch.Tensor, i: int = i, last: list[torch.Tensor] = last) -> None:
                 if not last or last[0] is not x:  # linears that share an input are asked for it once
                     last[:] = [x]
-                    self._kept[name, i] = job.room.copy(x / folds.inputs[name] if name in folds.inputs else x)
+                    self._kept[name, i] = job.room.copy(x / folds.inputs[name] if name in folds.inputs else x), routed_rows()
 
             handles = [m.register_forward_pre_hook(lambda _, args, n=n, gather=gather: gather(n, args[0])) for n, m in linears.items()]
             try:
@@ -255,14 +256,22 @@ class _Originals:
             batch.free()
             streams.original[i] = job.room.keep(out)
 
-    def take(self, name: str, batch: int) -> torch.Tensor | None:
-        """The input of a linear in a batch, given away; None where the unquantized model does not run it there."""
-        kept = self._kept.pop((name, batch), None)
+    def take(self, name: str, batch: int, x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor | None:
+        """What stands in the place of `x`, the quantized stream's input of a linear in a batch; None where the unquantized model does not run it there. Given away.
+
+        An expert is given other tokens (`rows`) in the two streams, since they are routed by what they have become. A token that only the quantized
+        stream sends there has nothing to be compared with: it counts as being right.
+        """
+        kept, original_rows = self._kept.pop((name, batch), (None, None))
         if kept is None:
             return None
-        x = kept.load()
+        found = kept.load()
         kept.free()
-        return x
+        if rows is None or original_rows is None:
+            return found
+        places = torch.searchsorted(original_rows, rows).clamp(max=len(original_rows) - 1)
+        both = original_rows[places] == rows
+        return torch.where(both[:, None], found[places], x.to(found.dtype))
 
 
 def _head(job: Job, streams: Streams | None) -> Piece:
@@ -294,4 +303,4 @@ def quantize_linear(name: str, weight: torch.Tensor, scheme: Scheme, quantizer: 
         wrong, right = ((m @ stats.hessian * m).sum().clamp(min=0) for m in (error, weight))
         output = float((wrong / right.clamp(min=1e-30)).sqrt())
     bits = scheme.storage_bits(*weight.shape) / weight.numel()
-    return q, LayerResult(name, str(scheme), relative, output, bits, note)
+    return q, LayerResult(name, str(scheme), relative, output, bits, note, None if stats is None else stats.tokens)

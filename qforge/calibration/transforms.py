@@ -5,7 +5,7 @@ Letters: B windows, T tokens, I input features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -69,25 +69,27 @@ def choose_folds(
     Raises:
         NumericalError: activations are NaN or infinite.
     """
-    base = blocks.block_names[index]
-    links = [link for link in find_links(module, lambda x: blocks.run(index, module, x), probe) if _quantized(link, module, base, schemes)]
+    def full(name: str) -> str:
+        return blocks.full_name(index, name)
+
+    links = [link for link in find_links(module, lambda x: blocks.run(index, module, x), probe) if _quantized(link, module, full, schemes)]
     needs = frozenset[str]().union(*(t.needs(options) for t in transforms))
     stats = _gather(blocks, index, module, batches, links, needs)
     folds = []
     for link in links:
         try:
-            factors = _factors(link, module, stats[link.source], transforms, {n: schemes[f"{base}.{n}"] for n in link.readers}, options)
+            factors = _factors(link, module, stats[link.source], transforms, {n: schemes[full(n)] for n in link.readers}, options)
         except NumericalError as e:
-            raise NumericalError(f"{base}.{link.readers[0]}: {e}") from e
+            raise NumericalError(f"{full(link.readers[0])}: {e}") from e
         if (factors != 1).any():
-            folds.append(settle(link, module, factors, lambda name: blocks.stored_dtype(f"{base}.{name}")))
-    inputs = {f"{base}.{name}": fold.column_factors for fold in folds for name in fold.link.readers}
-    return Folds(tuple(folds), inputs, {f"{base}.{name}": value for fold in folds for name, value in fold.tensors.items()})
+            folds.append(settle(link, module, factors, lambda name: blocks.stored_dtype(full(name))))
+    inputs = {full(name): fold.column_factors for fold in folds for name in fold.link.readers}
+    return Folds(tuple(folds), inputs, {full(name): value for fold in folds for name, value in fold.tensors.items()})
 
 
-def _quantized(link: Link, module: nn.Module, base: str, schemes: Mapping[str, Scheme]) -> bool:
+def _quantized(link: Link, module: nn.Module, full: Callable[[str], str], schemes: Mapping[str, Scheme]) -> bool:
     linears = [n for n in (link.source, *link.readers) if isinstance(module.get_submodule(n), nn.Linear)]
-    return all(f"{base}.{n}" in schemes for n in linears)
+    return all(full(n) in schemes for n in linears)
 
 
 def _gather(blocks: BlockModel, index: int, module: nn.Module, batches: Sequence[Kept], links: Sequence[Link], needs: frozenset[str]) -> dict[str, Stats]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -201,7 +201,8 @@ def _quantize_block(job: Job, index: int, streams: Streams | None) -> Piece:
             _quantize_in_order(job, index, module, linears, streams, folds, done)
         for name, linear in linears.items():  # without statistics, or never reached by them
             if name not in done:
-                done[name] = quantize_linear(name, linear.weight.detach(), job.schemes[name], job.quantizer, None, job.options)
+                q, layer = quantize_linear(name, linear.weight.detach(), job.schemes[name], job.quantizer, None, job.options)
+                done[name] = q, replace(layer, tokens=None if streams is None else 0)
     return Piece({n: done[n][0] for n in linears}, [done[n][1] for n in linears], folds.tensors)
 
 

@@ -74,7 +74,7 @@ def assemble(
         peak_rss_bytes=meter.peak(),
         memory=_memory(meter, estimate),
         environment=environment(),
-        warnings=[*plan.notes, *texts.notes, *(f"{layer.name}: {layer.note}" for layer in pieces.layers() if layer.note), *guards.outliers(pieces.layers())],
+        warnings=[*plan.notes, *texts.notes, *guards.noted(pieces.layers()), *guards.starved(pieces.layers(), plan), *guards.outliers(pieces.layers())],
     )
 
 

@@ -29,7 +29,8 @@ def dense(weight: torch.Tensor, x: torch.Tensor, q: QuantizedLinear, options: Op
     """Optimal brain quantization in a fixed order, straight from the elimination view: after a column is fixed, the rest takes the least-squares
     optimum given the error, and the inverse Hessian of the rest is the Schur complement. No Cholesky, no blocks; fp64. Returns values, not codes."""
     h = (x.T @ x).double()
-    h += torch.eye(len(h)).double() * options.damping * h.diagonal().mean()
+    damping = options.damping * min(max(1, 8 * len(h) / len(x)), 100)  # more where few tokens say what H is
+    h += torch.eye(len(h)).double() * damping * h.diagonal().mean()
     order = torch.argsort(torch.diagonal(x.T @ x), descending=True, stable=True) if options.act_order else torch.arange(len(h))
     inverse = torch.linalg.inv(h)
     w = weight.double().clone()

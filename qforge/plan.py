@@ -10,6 +10,7 @@ import torch
 
 from qforge.errors import MissingCapabilityError, RecipeError, UnsupportedError
 from qforge.layouts import checkpoint
+from qforge.layouts.compressed_tensors_config import experts_problem
 from qforge.methods import Options, Quantizer, Transform, find, find_transforms, statistics_needed
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
@@ -79,6 +80,9 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel) -> Plan:
     options = Options(**{f.name: getattr(recipe.quantize.options, f.name) for f in fields(Options)})
     layers, notes = _layers(recipe, model, blocks, quantizer)
     schemes = list(dict.fromkeys(p.scheme for p in layers if p.scheme is not None))
+    unread = experts_problem(p.scheme for p in layers if p.name in blocks.experts) if schemes else None
+    if unread is not None:
+        notes.append(f"transformers 5.23 {unread}, so that it does not run this artifact as it is meant; qforge does, and other programs that follow its quantization_config")
     _check_transforms(transforms, schemes)
     needed = frozenset() if quantizer is None else statistics_needed(quantizer, schemes, options).union(*(t.needs(options) for t in transforms))
     parameters = sum(_count(model.weights.info(n).shape) for n in model.weights.names())

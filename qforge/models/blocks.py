@@ -40,6 +40,7 @@ class BlockModel:
         num_blocks: decoder blocks.
         block_names: module name of each block (`model.layers.0`, ...).
         routers: what decides over experts and stays as it is: shape by module name.
+        experts: linears of experts, by module name, with the share of tokens that each is given if all are given as many.
         head_name: module name of the output head (`lm_head`), None where the model has none.
         vocab_size, hidden_size: shape of the embedding.
     """
@@ -58,6 +59,8 @@ class BlockModel:
         embedding = self._module.get_input_embeddings().weight
         self.vocab_size, self.hidden_size = int(embedding.shape[0]), int(embedding.shape[1])
         self.routers = {experts.stored_module(self._stored, name): shape for name, shape in experts.routers(self._module).items()}
+        chosen = getattr(model.config, "num_experts_per_tok", None)
+        self.experts = {experts.stored_module(self._stored, name): 1.0 if chosen is None else chosen / count for name, count in experts.linears(self._module).items()}
         self._calls: dict[tuple[int, int], list[Call]] = {}
 
     def stored_dtype(self, name: str) -> torch.dtype:

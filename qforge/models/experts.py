@@ -117,6 +117,15 @@ def routers(module: nn.Module) -> dict[str, tuple[int, int]]:
     return found
 
 
+def linears(module: nn.Module) -> dict[str, int]:
+    """Module names of all linears of experts, each with how many experts there are beside it."""
+    found: dict[str, int] = {}
+    for name, part in module.named_modules():
+        if isinstance(part, Experts):
+            found |= {f"{name}.{inner}": len(part._modules) for inner, m in part.named_modules() if isinstance(m, nn.Linear)}
+    return found
+
+
 def split(module: nn.Module) -> dict[str, str]:
     """Take the fused experts of a model apart, in place; its tensors are on the meta device and stay there.
 

@@ -39,7 +39,7 @@ def starved(layers: Sequence[LayerResult], plan: Plan) -> list[str]:
     middle = statistics.median(share for share, _ in worst)
     advice = f"about {2 ** math.ceil(-math.log2(middle))} times the calibration.samples would reach half of them" if middle else "more calibration.samples may reach them"
     where = f"{len(worst)} of {len({layer.name.rpartition('.')[0] for layer in layers})} parts were given fewer calibration tokens than they have inputs, {none} of them none"
-    return [f"{where}: {listed((text for _, text in worst), MOST_NAMED)}; they are rounded with less trust in calibration; {advice}"]
+    return [f"{where}: {listed((text for _, text in worst), MOST_NAMED)}; {advice}"]
 
 
 def outliers(layers: Sequence[LayerResult]) -> list[str]:

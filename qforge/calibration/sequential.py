@@ -23,6 +23,7 @@ from qforge.calibration.statistics import Sums
 from qforge.calibration.transforms import PROBE, Folds, choose_folds
 from qforge.errors import NumericalError
 from qforge.methods import Options, Quantizer, Stats, Transform, statistics_needed
+from qforge.methods.transform import check_activations
 from qforge.models.blocks import BlockModel
 from qforge.models.experts import routed_rows
 from qforge.progress import Progress
@@ -291,17 +292,28 @@ def _head(job: Job, streams: Streams | None) -> Piece:
 
 
 def quantize_linear(name: str, weight: torch.Tensor, scheme: Scheme, quantizer: Quantizer, stats: Stats | None, options: Options) -> tuple[QuantizedLinear, LayerResult]:
-    """Quantize one weight `[O, I]` and measure what that did: relative Frobenius error of the weight and, with a Hessian, of the output."""
+    """Quantize one weight `[O, I]` and measure what that did: relative Frobenius error of the weight and, with a Hessian, of the output.
+
+    Raises:
+        NumericalError: no sound result can be computed; the message names the layer.
+    """
     try:
+        if stats is not None and stats.hessian is not None:
+            check_activations(stats.hessian.diagonal())
         q, note = quantizer.quantize(weight, scheme, stats, options)
         q = with_input_scale(q, None if stats is None else stats.absmax)
+        error = numerics.dequantize(q) - weight
+        if not error.isfinite().all():
+            raise NumericalError(f"weights as large as {float(weight.abs().max()):.3g} overflow fp32 while they are rounded; leave this layer unquantized")
     except NumericalError as e:
         raise NumericalError(f"{name}: {e}") from e
-    error = numerics.dequantize(q) - weight
-    relative = float(error.norm() / weight.norm().clamp(min=1e-30))
+    peak = weight.abs().max().clamp(min=1e-30)  # squares of what is left are within fp32's range, whatever the weights are
+    wrong, right = error / peak, weight / peak
+    relative = float(wrong.norm() / right.norm().clamp(min=1e-30))
     output = None
     if stats is not None and stats.hessian is not None:
-        wrong, right = ((m @ stats.hessian * m).sum().clamp(min=0) for m in (error, weight))
-        output = float((wrong / right.clamp(min=1e-30)).sqrt())
+        strength = stats.hessian.diagonal().max().clamp(min=1e-30).sqrt()
+        parts = [(m / strength @ stats.hessian * (m / strength)).sum().clamp(min=0) for m in (wrong, right)]
+        output = float((parts[0] / parts[1].clamp(min=1e-30)).sqrt())
     bits = scheme.storage_bits(*weight.shape) / weight.numel()
     return q, LayerResult(name, str(scheme), relative, output, bits, note, None if stats is None else stats.tokens)

@@ -121,11 +121,11 @@ def _factorize(hessian: torch.Tensor, tokens: int, options: Options) -> _Factor:
     dead = diagonal == 0
     order = torch.argsort(diagonal, descending=True, stable=True) if options.act_order else torch.arange(len(diagonal))
     notes = [f"{int(dead.sum())} inputs never excited by calibration were rounded to nearest"] if dead.any() else []
-    mean = float(diagonal[~dead].mean()) if not dead.all() else 1.0
+    mean = float(diagonal[~dead].double().mean()) if not dead.all() else 1.0
     damping = first = damping_for(tokens, len(diagonal), options.damping)
     while damping <= max(first, _DAMPING_LIMIT):
         damped = hessian + torch.diag(torch.where(dead, torch.full_like(diagonal, mean), torch.full_like(diagonal, damping * mean)))
-        lower = _inverse_factor(damped[order][:, order])
+        lower = _inverse_factor(damped[order][:, order]) if damped.diagonal().isfinite().all() else None
         if lower is not None:
             if damping != first:
                 notes.append(f"damping raised to {damping:g} to keep the Hessian positive definite")

@@ -70,6 +70,7 @@ def choose_folds(
     Raises:
         NumericalError: activations are NaN or infinite.
     """
+
     def full(name: str) -> str:
         return blocks.full_name(index, name)
 

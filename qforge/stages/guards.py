@@ -1,4 +1,4 @@
-"""What a user should look at although the run succeeded: what methods said of layers, layers that calibration hardly reached, layers that fare far worse than others of their kind."""
+"""What a user should look at although the run succeeded: the methods' notes, layers that calibration hardly reached, layers that fare far worse than others of their kind."""
 
 from __future__ import annotations
 

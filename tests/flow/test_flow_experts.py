@@ -91,7 +91,7 @@ def test_exports_hold_experts_or_say_why_not(tmp_path: Path) -> None:
     (export,) = qforge.quantize(path, out=tmp_path / "out").exports
     assert export.lossless
     torch.testing.assert_close(scores(tmp_path / "out" / str(export.path)), scores(tmp_path / "out"))
-    with pytest.raises(UnsupportedError, match="a 'mixtral' model .* has no GGUF form"):
+    with pytest.raises(UnsupportedError, match=r"a 'mixtral' model .* has no GGUF form"):
         qforge.quantize(write_recipe(tmp_path, export=[{"format": "gguf"}], evaluate=None), out=tmp_path / "other")
 
 

@@ -59,7 +59,8 @@ def values_of(scheme: Scheme) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "scheme", ["int4-g32-sym", "int4-g32-asym", "int3-g96-sym", "int8-channel-sym", "int2-g16-asym", "fp8-e4m3-channel", "fp8-e4m3-block32", "nf4-g32@u8/g256:f32", "nvfp4", "mxfp4"]
+    "scheme",
+    ["int4-g32-sym", "int4-g32-asym", "int3-g96-sym", "int8-channel-sym", "int2-g16-asym", "fp8-e4m3-channel", "fp8-e4m3-block32", "nf4-g32@u8/g256:f32", "nvfp4", "mxfp4"],
 )
 @pytest.mark.parametrize("act_order", [True, False])
 @pytest.mark.parametrize("width", [96, 288])

@@ -145,7 +145,7 @@ def test_a_sound_result_or_a_refusal_that_names_the_layer(method: str, case: str
             q, layer, _ = solve(method, parse(text), weight, x)
         except NumericalError as e:
             assert str(e).startswith("the.layer: ") or find_transforms(method.split()), text  # noqa: PT017  # it may be raised, or not; a transform's is named by the block loop
-            assert not holds, text  # noqa: PT017
+            assert not holds, text
             continue
         check_sound(q, layer, text)
         if holds:

@@ -129,7 +129,7 @@ class GateResult:
 
 @dataclass(frozen=True, slots=True)
 class LayerResult:
-    """One linear: its scheme (`None`: left as it was), the relative error of its weight (Frobenius) and, with calibration, of its output; `tokens`: of calibration that reached it."""
+    """One linear: its scheme (`None`: left as it was), the relative error of its weight (Frobenius) and, with calibration, of its output; the `tokens` of calibration."""
 
     name: str
     scheme: str | None

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from qforge import numerics
+from qforge.calibration.linear import quantize_linear
 from qforge.calibration.lockstep import lockstep
-from qforge.calibration.ranges import with_input_scale
 from qforge.calibration.room import Kept, Room
 from qforge.calibration.statistics import Sums
 from qforge.calibration.transforms import PROBE, Folds, choose_folds
-from qforge.errors import NumericalError
 from qforge.methods import Options, Quantizer, Stats, Transform, statistics_needed
-from qforge.methods.transform import check_activations
 from qforge.models.blocks import BlockModel
 from qforge.models.experts import routed_rows
 from qforge.progress import Progress
@@ -196,21 +194,29 @@ def _quantize_block(job: Job, index: int, streams: Streams | None) -> Piece:
         linears = {n: m for n, m in job.blocks.linears(index).items() if n in job.schemes}
         done: dict[str, tuple[QuantizedLinear, LayerResult]] = {}
         folds = Folds()
+        largest: dict[str, torch.Tensor] = {}  # inputs of experts, by projection: what an expert without tokens would be given is what the others are given
         if streams is not None:
             if job.transforms:
                 folds = choose_folds(job.blocks, index, module, streams.quantized, streams.probe, job.transforms, job.schemes, job.options)
-            _quantize_in_order(job, index, module, linears, streams, folds, done)
+            _quantize_in_order(job, index, module, linears, streams, folds, done, largest)
         for name, linear in linears.items():  # without statistics, or never reached by them
             if name not in done:
-                q, layer = quantize_linear(name, linear.weight.detach(), job.schemes[name], job.quantizer, None, job.options)
-                done[name] = q, replace(layer, tokens=None if streams is None else 0)
+                unreached = None if streams is None else Stats(0, absmax=largest.get(_kind(name)))
+                done[name] = quantize_linear(name, linear.weight.detach(), job.schemes[name], job.quantizer, unreached, job.options)
     return Piece({n: done[n][0] for n in linears}, [done[n][1] for n in linears], folds.tensors)
 
 
 def _quantize_in_order(
-    job: Job, index: int, module: nn.Module, linears: Mapping[str, nn.Linear], streams: Streams, folds: Folds, done: dict[str, tuple[QuantizedLinear, LayerResult]]
+    job: Job,
+    index: int,
+    module: nn.Module,
+    linears: Mapping[str, nn.Linear],
+    streams: Streams,
+    folds: Folds,
+    done: dict[str, tuple[QuantizedLinear, LayerResult]],
+    largest: dict[str, torch.Tensor],
 ) -> None:
-    """Quantize linears as the quantized stream reaches them, and bring both streams behind the block; folds are applied in between."""
+    """Quantize linears as the quantized stream reaches them (into `done`), and bring both streams behind the block; folds are applied in between."""
 
     def run(hidden: torch.Tensor) -> torch.Tensor:
         return job.blocks.run(index, module, hidden)
@@ -227,12 +233,18 @@ def _quantize_in_order(
             for batch, x, rows in zip(stop.batches, stop.inputs(), stop.rows, strict=True):
                 sums.add(x, None if originals is None else originals.take(stop.name, batch, x, rows))
             stats = sums.stats()
+        if stats.absmax is not None and stop.name in job.blocks.experts:
+            largest[_kind(stop.name)] = torch.maximum(stats.absmax, largest.get(_kind(stop.name), stats.absmax))
         q, _ = done[stop.name] = quantize_linear(stop.name, linear.weight.detach(), job.schemes[stop.name], job.quantizer, stats, job.options)
         linear.weight = nn.Parameter(numerics.dequantize(q), requires_grad=False)
         rounding = numerics.input_rounding(q.scheme, q.input_scale)
         if rounding is not None:
             roundings[stop.name] = rounding
     streams.quantized[:] = outputs
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 class _Originals:
@@ -289,31 +301,3 @@ def _head(job: Job, streams: Streams | None) -> Piece:
         stats = sums.stats()
     q, layer = quantize_linear(name, weight, job.schemes[name], job.quantizer, stats, job.options)
     return Piece({name: q}, [layer])
-
-
-def quantize_linear(name: str, weight: torch.Tensor, scheme: Scheme, quantizer: Quantizer, stats: Stats | None, options: Options) -> tuple[QuantizedLinear, LayerResult]:
-    """Quantize one weight `[O, I]` and measure what that did: relative Frobenius error of the weight and, with a Hessian, of the output.
-
-    Raises:
-        NumericalError: no sound result can be computed; the message names the layer.
-    """
-    try:
-        if stats is not None and stats.hessian is not None:
-            check_activations(stats.hessian.diagonal())
-        q, note = quantizer.quantize(weight, scheme, stats, options)
-        q = with_input_scale(q, None if stats is None else stats.absmax)
-        error = numerics.dequantize(q) - weight
-        if not error.isfinite().all():
-            raise NumericalError(f"weights as large as {float(weight.abs().max()):.3g} overflow fp32 while they are rounded; leave this layer unquantized")
-    except NumericalError as e:
-        raise NumericalError(f"{name}: {e}") from e
-    peak = weight.abs().max().clamp(min=1e-30)  # squares of what is left are within fp32's range, whatever the weights are
-    wrong, right = error / peak, weight / peak
-    relative = float(wrong.norm() / right.norm().clamp(min=1e-30))
-    output = None
-    if stats is not None and stats.hessian is not None:
-        strength = stats.hessian.diagonal().max().clamp(min=1e-30).sqrt()
-        parts = [(m / strength @ stats.hessian * (m / strength)).sum().clamp(min=0) for m in (wrong, right)]
-        output = float((parts[0] / parts[1].clamp(min=1e-30)).sqrt())
-    bits = scheme.storage_bits(*weight.shape) / weight.numel()
-    return q, LayerResult(name, str(scheme), relative, output, bits, note, None if stats is None else stats.tokens)

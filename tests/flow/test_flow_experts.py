@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from test_flow_quantize import logits, write_recipe
 
 import qforge
+from qforge import pipeline
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import UnsupportedError
 from qforge.files import sha256_tree
@@ -83,6 +84,19 @@ def test_what_transformers_does_not_run_is_said_and_runs_here(tmp_path: Path, qu
     assert results.evaluation is not None
     assert results.evaluation.kl_mean is not None
     assert results.evaluation.kl_mean < 1
+
+
+def test_a_plan_knows_experts_and_leaves_routers_alone(tmp_path: Path) -> None:
+    make(tmp_path / "model", "qwen2_moe")
+    overrides = [{"match": "*gate*", "scheme": "int8-g32-sym"}]  # gate_proj, and both kinds of router
+    path = write_recipe(tmp_path, quantize={"method": "rtn", "scheme": "int4-g32-sym", "overrides": overrides}, export=[], evaluate=None)
+    _, plan, estimate = pipeline.plan(path)
+    results = qforge.quantize(path, out=tmp_path / "out")
+    assert plan.size_bytes == pytest.approx(results.artifact["weights_bytes"], rel=0.15)
+    assert sum(p.scheme is not None for p in plan.layers) == len(open_model(str(tmp_path / "out")).schemes) == 2 * (4 + 3 + 4 * 3)
+    assert {p.name.rpartition(".")[2] for p in plan.layers if p.scheme is None} == {"gate", "shared_expert_gate", "lm_head"}
+    assert any("one scheme" in note for note in plan.notes)
+    assert all(seconds > 0 for name, seconds in estimate.seconds.items() if name == "quantize")
 
 
 def test_exports_hold_experts_or_say_why_not(tmp_path: Path) -> None:

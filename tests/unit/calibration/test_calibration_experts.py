@@ -20,7 +20,7 @@ from qforge.models.blocks import BlockModel
 from qforge.models.model import open_model
 from qforge.progress import SILENT
 from qforge.qlinear import QuantizedLinear
-from qforge.scheme import Scheme
+from qforge.scheme import Scheme, parse
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -128,6 +128,21 @@ def test_an_expert_that_no_token_reaches_is_rounded_to_nearest(tmp_path: Path) -
             assert layer.relative_error is not None
             assert layer.relative_error < 0.15
     assert all(torch.isfinite(numerics.dequantize(q)).all() for q in memory.linears().values())
+
+
+def test_the_static_scale_of_an_expert_without_tokens_is_that_of_the_others(tmp_path: Path) -> None:
+    blocks = BlockModel(open_model(str(never_reached(make(tmp_path / "m", layers=1)))))
+    memory, rtn = Memory(), find("rtn")
+    assert rtn is not None
+    static = {n: parse("int8-channel-sym+int8-tensor-static") for n in schemes(blocks)}
+    quantize_blocks(Job(blocks, rtn, static, Options()), windows(2, 8), memory.store(), SILENT)
+    tokens = {layer.name: layer.tokens for layer in memory.pieces[0].layers}
+    for which in NAMES:
+        found = {n: q.input_scale for n, q in memory.linears().items() if n.endswith(which)}
+        reached = [float(scale) for n, scale in found.items() if tokens[n] and scale is not None]
+        others = [float(scale) for n, scale in found.items() if not tokens[n] and scale is not None]
+        assert others
+        assert set(others) == {max(reached)}
 
 
 @pytest.mark.parametrize(("method", "count"), [("gptq", 60), (["awq", "gptq"], 60)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qforge import numerics
-from qforge.calibration.sequential import quantize_linear
+from qforge.calibration.linear import quantize_linear
 from qforge.calibration.statistics import Sums
 from qforge.errors import NumericalError
 from qforge.methods import Options, Stats, find, find_transforms

@@ -12,7 +12,7 @@ when it is fed x, so the target becomes W + W (sum (y - x) x^T) H^-1 (GPTAQ, arX
 
 A Hessian of n tokens is known to a part of about I / n, and its small eigenvalues not at all where n < I (an expert that few tokens are routed to). So the damping
 grows as n falls below 8 I. Output error on other text, int4 group 32, 768 inputs of stories15M, without / with that / rounding to nearest: 8 I tokens .0688 / .0688 / .0826,
-I tokens .0783 / .0722 / .0828, I / 8 tokens .0878 / .0802 / .0848, I / 33 tokens .0894 / .0840 / .0882.
+I tokens .0783 / .0722 / .0828, I / 8 tokens .0878 / .0802 / .0848, I / 33 tokens .0894 / .0839 / .0882.
 
 Letters: O output features, I input features.
 """

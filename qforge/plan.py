@@ -10,11 +10,14 @@ import torch
 
 from qforge.errors import MissingCapabilityError, RecipeError, UnsupportedError
 from qforge.layouts import checkpoint
+from qforge.layouts.compressed_tensors_config import experts_problem
 from qforge.methods import Options, Quantizer, Transform, find, find_transforms, statistics_needed
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
 from qforge.recipe import Recipe
 from qforge.scheme import Per, Scheme
+
+ROUTER = "decides over experts: a choice that changes costs more than its few weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,9 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, chosen: Mapping[
     options = Options(**{f.name: getattr(recipe.quantize.options, f.name) for f in fields(Options)})
     layers, notes = _layers(recipe, model, blocks, quantizer, chosen or {})
     schemes = list(dict.fromkeys(p.scheme for p in layers if p.scheme is not None))
+    unread = experts_problem(p.scheme for p in layers if p.name in blocks.experts) if schemes else None
+    if unread is not None:
+        notes.append(f"transformers 5.23 {unread}, so that it does not run this artifact as it is meant; qforge does, and other programs that follow its quantization_config")
     _check_transforms(transforms, schemes)
     needed = frozenset() if quantizer is None else statistics_needed(quantizer, schemes, options).union(*(t.needs(options) for t in transforms))
     parameters = sum(_count(model.weights.info(n).shape) for n in model.weights.names())
@@ -119,7 +125,7 @@ def _layers(recipe: Recipe, model: Model, blocks: BlockModel, quantizer: Quantiz
     layers: list[LayerPlan] = []
     changed: dict[str, list[str]] = {}
     for name, (out_features, in_features) in shapes.items():
-        scheme, reason = by_hand(recipe, name) if quantizer is not None else (None, "method none")
+        scheme, reason = (None, ROUTER) if name in blocks.routers else by_hand(recipe, name) if quantizer is not None else (None, "method none")
         if scheme is None and reason is None:
             scheme = chosen.get(name, section.scheme)
         if scheme is not None and quantizer is not None:
@@ -149,9 +155,10 @@ def _check_transforms(transforms: Sequence[Transform], schemes: Sequence[Scheme]
 
 
 def linear_shapes(model: Model, blocks: BlockModel) -> dict[str, tuple[int, int]]:
-    """`(out, in)` of every linear by module name: blocks first, the output head last."""
-    shapes = {}
+    """`(out, in)` of every linear by module name: blocks first (in each the routers of experts, which are not always linears), the output head last."""
+    shapes: dict[str, tuple[int, int]] = {}
     for index in range(blocks.num_blocks):
+        shapes |= {name: shape for name, shape in blocks.routers.items() if name.startswith(f"{blocks.block_names[index]}.")}
         for name, module in blocks.linears(index).items():
             shapes[name] = (module.out_features, module.in_features)
     if blocks.head_name is not None:

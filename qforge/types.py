@@ -129,7 +129,7 @@ class GateResult:
 
 @dataclass(frozen=True, slots=True)
 class LayerResult:
-    """One linear: its scheme (`None`: left as it was), the relative error of its weight (Frobenius) and, with calibration, of its output."""
+    """One linear: its scheme (`None`: left as it was), the relative error of its weight (Frobenius) and, with calibration, of its output; the `tokens` of calibration."""
 
     name: str
     scheme: str | None
@@ -137,6 +137,7 @@ class LayerResult:
     output_error: float | None = None
     bits_per_weight: float | None = None
     note: str | None = None
+    tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from qforge.calibration.room import Kept, Room
+from qforge.models.experts import routed_rows
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 
@@ -27,13 +28,15 @@ class Stop:
         name: of the linear.
         repeated: whether its inputs are those of the stop before (query, key and value projections).
         batches: which batches wait here; the others never run this linear (an expert that they do not use).
-        inputs: the inputs `[B, T, I]` of these batches, one after the other.
+        inputs: the inputs `[B, T, I]` of these batches, one after the other; `[R, I]` in an expert.
+        rows: in an expert, which tokens of each of these batches its inputs belong to (`experts.routed_rows`).
     """
 
     name: str
     repeated: bool
     batches: tuple[int, ...]
     inputs: Callable[[], Iterator[torch.Tensor]]
+    rows: tuple[torch.Tensor | None, ...]
 
 
 def lockstep(
@@ -62,7 +65,7 @@ def lockstep(
             here = tuple(i for i in waiting if flights[i].at == name)
             inputs = {i: flights[i].held() for i in here}
             repeated = inputs.keys() == before.keys() and all(inputs[i] is before[i] for i in here)
-            yield Stop(name, repeated, here, functools.partial(_inputs, [flights[i] for i in here]))
+            yield Stop(name, repeated, here, functools.partial(_inputs, [flights[i] for i in here]), tuple(flights[i].rows for i in here))
             before = inputs
             for i in here:
                 flights[i].go()
@@ -83,7 +86,7 @@ def _waits(name: str, rounding: Mapping[str, Callable[[torch.Tensor], torch.Tens
     def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         parent = greenlet.getcurrent().parent
         assert parent is not None
-        parent.switch(name, args[0])
+        parent.switch(name, args[0], routed_rows())
         return (rounding[name](args[0]), *args[1:]) if name in rounding else args
 
     return hook
@@ -100,6 +103,7 @@ class _Flight:
         self._kept: Kept | None = None
         self._done: Kept | None = None
         self.at: str | None = None
+        self.rows: torch.Tensor | None = None
 
     def go(self) -> None:
         """On to the next linear, or to the end."""
@@ -115,7 +119,7 @@ class _Flight:
             self._forget()
             self.at, self._done = None, self._room.keep(arrived)
             return
-        self.at, held = arrived
+        self.at, held, self.rows = arrived
         if held is not self._held:
             self._forget()
             self._held, self._kept = held, self._room.keep(held)

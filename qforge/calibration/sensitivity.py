@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -67,10 +67,11 @@ class Study:
 
 @dataclass(frozen=True, slots=True)
 class _Errors:
-    """Of one linear: (E A E^T)_oo `[O]` by scheme, and the number of its input."""
+    """Of one linear: (E A E^T)_oo `[O]` by scheme, the number of its input (one for all experts of a block, whose engines want one scheme), and its share of the tokens."""
 
     shared: int
     rows: dict[Scheme, torch.Tensor]
+    share: float = 1.0
 
 
 def measure(study: Study, windows: torch.Tensor, progress: Progress) -> list[Sensitivity]:
@@ -96,7 +97,7 @@ def measure(study: Study, windows: torch.Tensor, progress: Progress) -> list[Sen
     squares: dict[str, torch.Tensor] = {}
     for _ in backwards(blocks, kept, [hidden[0].load()], lambda name, g: _add_squares(squares, name, g), progress):
         pass
-    return [_predicted(name, errors[name], squares[name]) for name in study.candidates]
+    return [_predicted(name, errors[name], squares.get(name)) for name in study.candidates]
 
 
 def _add_squares(squares: dict[str, torch.Tensor], name: str, gradient: torch.Tensor) -> None:
@@ -110,6 +111,8 @@ def _try_block(study: Study, index: int, hidden: list[Kept], errors: dict[str, _
     with study.blocks.block(index) as module:
         linears = {n: m for n, m in study.blocks.linears(index).items() if n in study.candidates}
         stats: Stats | None = None
+        tokens = sum(h.shape[:-1].numel() for h in hidden)
+        experts: int | None = None
         for stop in lockstep(linears, lambda h: study.blocks.run(index, module, h), hidden, outputs, study.room, {}):
             if not stop.repeated or stats is None:
                 sums = Sums(frozenset({"hessian"}), linears[stop.name].in_features)
@@ -117,7 +120,12 @@ def _try_block(study: Study, index: int, hidden: list[Kept], errors: dict[str, _
                     sums.add(x)
                 stats = sums.stats()
             shared = len(errors) if not stop.repeated else next(reversed(errors.values())).shared
-            errors[stop.name] = _try(study, stop.name, linears[stop.name].weight.detach(), stats, shared)
+            if stop.name in study.blocks.experts:
+                shared = experts = shared if experts is None else experts
+            found = _try(study, stop.name, linears[stop.name].weight.detach(), stats, shared)
+            errors[stop.name] = replace(found, share=stats.tokens / tokens)
+        for name in linears.keys() - errors.keys():  # experts that no token reaches
+            errors[name] = _Errors(len(errors) if experts is None else experts, {s: torch.zeros(linears[name].out_features) for s in study.candidates[name]}, 0.0)
     return outputs
 
 
@@ -144,8 +152,9 @@ def _try(study: Study, name: str, weight: torch.Tensor, stats: Stats, shared: in
     return _Errors(shared, rows)
 
 
-def _predicted(name: str, errors: _Errors, squares: torch.Tensor) -> Sensitivity:
-    divergence = {scheme: 0.5 * float(rows.double() @ squares.double()) for scheme, rows in errors.rows.items()}
+def _predicted(name: str, errors: _Errors, squares: torch.Tensor | None) -> Sensitivity:
+    """An expert that no gradient reached is taken to matter nothing, since its error reached nothing either."""
+    divergence = {scheme: 0.0 if squares is None else 0.5 * errors.share * float(rows.double() @ squares.double()) for scheme, rows in errors.rows.items()}
     if not all(map(math.isfinite, divergence.values())):
         raise NumericalError(f"{name}: gradients of the calibration text are NaN or infinite")
     return Sensitivity(name, errors.shared, divergence)

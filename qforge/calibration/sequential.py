@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from qforge import numerics
+from qforge.calibration.linear import quantize_linear
 from qforge.calibration.lockstep import lockstep
-from qforge.calibration.ranges import with_input_scale
 from qforge.calibration.room import Kept, Room
 from qforge.calibration.statistics import Sums
 from qforge.calibration.transforms import PROBE, Folds, choose_folds
-from qforge.errors import NumericalError
 from qforge.methods import Options, Quantizer, Stats, Transform, statistics_needed
 from qforge.models.blocks import BlockModel
+from qforge.models.experts import routed_rows
 from qforge.progress import Progress
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
@@ -194,20 +194,29 @@ def _quantize_block(job: Job, index: int, streams: Streams | None) -> Piece:
         linears = {n: m for n, m in job.blocks.linears(index).items() if n in job.schemes}
         done: dict[str, tuple[QuantizedLinear, LayerResult]] = {}
         folds = Folds()
+        largest: dict[str, torch.Tensor] = {}  # inputs of experts, by projection: what an expert without tokens would be given is what the others are given
         if streams is not None:
             if job.transforms:
                 folds = choose_folds(job.blocks, index, module, streams.quantized, streams.probe, job.transforms, job.schemes, job.options)
-            _quantize_in_order(job, index, module, linears, streams, folds, done)
+            _quantize_in_order(job, index, module, linears, streams, folds, done, largest)
         for name, linear in linears.items():  # without statistics, or never reached by them
             if name not in done:
-                done[name] = quantize_linear(name, linear.weight.detach(), job.schemes[name], job.quantizer, None, job.options)
+                unreached = None if streams is None else Stats(0, absmax=largest.get(_kind(name)))
+                done[name] = quantize_linear(name, linear.weight.detach(), job.schemes[name], job.quantizer, unreached, job.options)
     return Piece({n: done[n][0] for n in linears}, [done[n][1] for n in linears], folds.tensors)
 
 
 def _quantize_in_order(
-    job: Job, index: int, module: nn.Module, linears: Mapping[str, nn.Linear], streams: Streams, folds: Folds, done: dict[str, tuple[QuantizedLinear, LayerResult]]
+    job: Job,
+    index: int,
+    module: nn.Module,
+    linears: Mapping[str, nn.Linear],
+    streams: Streams,
+    folds: Folds,
+    done: dict[str, tuple[QuantizedLinear, LayerResult]],
+    largest: dict[str, torch.Tensor],
 ) -> None:
-    """Quantize linears as the quantized stream reaches them, and bring both streams behind the block; folds are applied in between."""
+    """Quantize linears as the quantized stream reaches them (into `done`), and bring both streams behind the block; folds are applied in between."""
 
     def run(hidden: torch.Tensor) -> torch.Tensor:
         return job.blocks.run(index, module, hidden)
@@ -221,9 +230,11 @@ def _quantize_in_order(
         linear = linears[stop.name]
         if not stop.repeated or stats is None:
             sums = Sums(job.needs, linear.in_features)
-            for batch, x in zip(stop.batches, stop.inputs(), strict=True):
-                sums.add(x, None if originals is None else originals.take(stop.name, batch))
+            for batch, x, rows in zip(stop.batches, stop.inputs(), stop.rows, strict=True):
+                sums.add(x, None if originals is None else originals.take(stop.name, batch, x, rows))
             stats = sums.stats()
+        if stats.absmax is not None and stop.name in job.blocks.experts:
+            largest[_kind(stop.name)] = torch.maximum(stats.absmax, largest.get(_kind(stop.name), stats.absmax))
         q, _ = done[stop.name] = quantize_linear(stop.name, linear.weight.detach(), job.schemes[stop.name], job.quantizer, stats, job.options)
         linear.weight = nn.Parameter(numerics.dequantize(q), requires_grad=False)
         rounding = numerics.input_rounding(q.scheme, q.input_scale)
@@ -232,19 +243,23 @@ def _quantize_in_order(
     streams.quantized[:] = outputs
 
 
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
 class _Originals:
     """What the unquantized block feeds its linears, in half precision and as the folds will have it; making one brings the original stream behind the block."""
 
     def __init__(self, job: Job, index: int, module: nn.Module, linears: Mapping[str, nn.Linear], streams: Streams, folds: Folds) -> None:
         assert streams.original is not None
-        self._kept: dict[tuple[str, int], Kept] = {}
+        self._kept: dict[tuple[str, int], tuple[Kept, torch.Tensor | None]] = {}
         for i, batch in enumerate(streams.original):
             last: list[torch.Tensor] = []
 
             def gather(name: str, x: torch.Tensor, i: int = i, last: list[torch.Tensor] = last) -> None:
                 if not last or last[0] is not x:  # linears that share an input are asked for it once
                     last[:] = [x]
-                    self._kept[name, i] = job.room.copy(x / folds.inputs[name] if name in folds.inputs else x)
+                    self._kept[name, i] = job.room.copy(x / folds.inputs[name] if name in folds.inputs else x), routed_rows()
 
             handles = [m.register_forward_pre_hook(lambda _, args, n=n, gather=gather: gather(n, args[0])) for n, m in linears.items()]
             try:
@@ -255,14 +270,22 @@ class _Originals:
             batch.free()
             streams.original[i] = job.room.keep(out)
 
-    def take(self, name: str, batch: int) -> torch.Tensor | None:
-        """The input of a linear in a batch, given away; None where the unquantized model does not run it there."""
-        kept = self._kept.pop((name, batch), None)
+    def take(self, name: str, batch: int, x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor | None:
+        """What stands in the place of `x`, the quantized stream's input of a linear in a batch; None where the unquantized model does not run it there. Given away.
+
+        An expert is given other tokens (`rows`) in the two streams, since they are routed by what they have become. A token that only the quantized
+        stream sends there has nothing to be compared with: it counts as being right.
+        """
+        kept, original_rows = self._kept.pop((name, batch), (None, None))
         if kept is None:
             return None
-        x = kept.load()
+        found = kept.load()
         kept.free()
-        return x
+        if rows is None or original_rows is None:
+            return found
+        places = torch.searchsorted(original_rows, rows).clamp(max=len(original_rows) - 1)
+        both = original_rows[places] == rows
+        return torch.where(both[:, None], found[places], x.to(found.dtype))
 
 
 def _head(job: Job, streams: Streams | None) -> Piece:
@@ -278,20 +301,3 @@ def _head(job: Job, streams: Streams | None) -> Piece:
         stats = sums.stats()
     q, layer = quantize_linear(name, weight, job.schemes[name], job.quantizer, stats, job.options)
     return Piece({name: q}, [layer])
-
-
-def quantize_linear(name: str, weight: torch.Tensor, scheme: Scheme, quantizer: Quantizer, stats: Stats | None, options: Options) -> tuple[QuantizedLinear, LayerResult]:
-    """Quantize one weight `[O, I]` and measure what that did: relative Frobenius error of the weight and, with a Hessian, of the output."""
-    try:
-        q, note = quantizer.quantize(weight, scheme, stats, options)
-        q = with_input_scale(q, None if stats is None else stats.absmax)
-    except NumericalError as e:
-        raise NumericalError(f"{name}: {e}") from e
-    error = numerics.dequantize(q) - weight
-    relative = float(error.norm() / weight.norm().clamp(min=1e-30))
-    output = None
-    if stats is not None and stats.hessian is not None:
-        wrong, right = ((m @ stats.hessian * m).sum().clamp(min=0) for m in (error, weight))
-        output = float((wrong / right.clamp(min=1e-30)).sqrt())
-    bits = scheme.storage_bits(*weight.shape) / weight.numel()
-    return q, LayerResult(name, str(scheme), relative, output, bits, note)

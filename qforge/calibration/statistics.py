@@ -22,7 +22,7 @@ class Sums:
     """
 
     def __init__(self, needs: frozenset[str], in_features: int) -> None:
-        self._tokens = 0
+        self._tokens, self._in_features = 0, in_features
         self._hessian = torch.zeros(in_features, in_features) if "hessian" in needs else None
         self._cross = torch.zeros(in_features, in_features) if "cross" in needs else None
         self._absmax = torch.zeros(in_features) if "absmax" in needs else None
@@ -55,5 +55,5 @@ class Sums:
             for start in range(0, len(self._hessian), self._width):
                 end = start + self._width
                 self._hessian[start:end, end:] = self._hessian[end:, start:end].T
-        sample = None if self._sample is None else torch.cat(self._sample)
+        sample = None if self._sample is None else torch.cat([torch.empty(0, self._in_features), *self._sample])
         return Stats(self._tokens, self._hessian, self._cross, self._absmax, sample)

@@ -5,12 +5,13 @@ Letters: B windows, T tokens, I input features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
+from qforge import numerics
 from qforge.calibration.room import Kept
 from qforge.calibration.statistics import Sums
 from qforge.errors import NumericalError
@@ -69,25 +70,39 @@ def choose_folds(
     Raises:
         NumericalError: activations are NaN or infinite.
     """
-    base = blocks.block_names[index]
-    links = [link for link in find_links(module, lambda x: blocks.run(index, module, x), probe) if _quantized(link, module, base, schemes)]
+
+    def full(name: str) -> str:
+        return blocks.full_name(index, name)
+
+    links = [link for link in find_links(module, lambda x: blocks.run(index, module, x), probe) if _quantized(link, module, full, schemes)]
     needs = frozenset[str]().union(*(t.needs(options) for t in transforms))
     stats = _gather(blocks, index, module, batches, links, needs)
     folds = []
     for link in links:
+        readers = {n: schemes[full(n)] for n in link.readers}
         try:
-            factors = _factors(link, module, stats[link.source], transforms, {n: schemes[f"{base}.{n}"] for n in link.readers}, options)
+            factors = _factors(link, module, stats[link.source], transforms, readers, options)
         except NumericalError as e:
-            raise NumericalError(f"{base}.{link.readers[0]}: {e}") from e
+            raise NumericalError(f"{full(_to_blame(module, readers))}: {e}") from e
         if (factors != 1).any():
-            folds.append(settle(link, module, factors, lambda name: blocks.stored_dtype(f"{base}.{name}")))
-    inputs = {f"{base}.{name}": fold.column_factors for fold in folds for name in fold.link.readers}
-    return Folds(tuple(folds), inputs, {f"{base}.{name}": value for fold in folds for name, value in fold.tensors.items()})
+            folds.append(settle(link, module, factors, lambda name: blocks.stored_dtype(full(name))))
+    inputs = {full(name): fold.column_factors for fold in folds for name in fold.link.readers}
+    return Folds(tuple(folds), inputs, {full(name): value for fold in folds for name, value in fold.tensors.items()})
 
 
-def _quantized(link: Link, module: nn.Module, base: str, schemes: Mapping[str, Scheme]) -> bool:
+def _quantized(link: Link, module: nn.Module, full: Callable[[str], str], schemes: Mapping[str, Scheme]) -> bool:
     linears = [n for n in (link.source, *link.readers) if isinstance(module.get_submodule(n), nn.Linear)]
-    return all(f"{base}.{n}" in schemes for n in linears)
+    return all(full(n) in schemes for n in linears)
+
+
+def _to_blame(module: nn.Module, readers: Mapping[str, Scheme]) -> str:
+    """Of linears that no factors can be chosen for, the first whose weight has no scales; the first of all where it is their input."""
+    for name, scheme in readers.items():
+        try:
+            numerics.minmax_parameters(module.get_parameter(f"{name}.weight").detach(), scheme)
+        except NumericalError:
+            return name
+    return next(iter(readers))
 
 
 def _gather(blocks: BlockModel, index: int, module: nn.Module, batches: Sequence[Kept], links: Sequence[Link], needs: frozenset[str]) -> dict[str, Stats]:

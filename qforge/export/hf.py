@@ -82,8 +82,9 @@ def architectures(config: PretrainedConfig) -> list[str]:
 
 
 def unquantized_linears(model: Model, schemes: Mapping[str, Scheme]) -> list[str]:
-    """Module names of all linears that are not quantized, the (perhaps tied) output head included."""
-    return sorted(set(skeleton.build(model.config, trust_remote_code=model.trust_remote_code).linears) - set(schemes))
+    """Module names of all linears that are not quantized, the (perhaps tied) output head and the routers of experts (linears in other programs) included."""
+    built = skeleton.build(model.config, trust_remote_code=model.trust_remote_code)
+    return sorted({*built.linears, *built.routers} - set(schemes))
 
 
 def checkpoint_pieces(model: Model, schemes: Mapping[str, Scheme], packed: Callable[[str], Piece], changed: Mapping[str, torch.Tensor] = MappingProxyType({})) -> list[Piece]:

@@ -19,6 +19,8 @@ _FP4_ARGUMENTS = {
     NVFP4: {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"},
     MXFP4: {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"},
 }
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
 _INTEGERS = {n.bits: n for n in Number if n.is_int}
 
 
@@ -32,9 +34,12 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Sequence[str]) -
     counts = Counter(schemes.values())
     ordered = sorted(counts, key=lambda s: (counts[s], str(s)))  # the class target last, or compressed-tensors warns about the exact ones
     dequantized = dequantized_on_loading(ordered)
+    of_experts = {scheme for name, scheme in schemes.items() if _EXPERT.search(name)}
     groups = {}
     for i, scheme in enumerate(ordered):
-        targets = ["Linear"] if scheme is ordered[-1] else sorted(name for name, s in schemes.items() if s == scheme)
+        targets = ["Linear"] if scheme is ordered[-1] else sorted(name for name, s in schemes.items() if s == scheme and not (of_experts == {scheme} and _EXPERT.search(name)))
+        if len(ordered) > 1 and of_experts == {scheme}:
+            targets.append(_EXPERTS_TARGET)  # by which transformers 5.23 knows the group that its fused experts are in
         groups[f"group_{i}"] = _group(scheme, targets, padded_zeros=not dequantized)
     formats = {format_of(s) for s in ordered}
     config: dict[str, Any] = {
@@ -54,6 +59,23 @@ def dequantized_on_loading(schemes: Iterable[Scheme]) -> bool:
     dtype is). It can where all linears have one scheme, and where none of them rounds its inputs, which a dequantized linear no longer does."""
     distinct = set(schemes)
     return len(distinct) == 1 and all((packs_zeros(s) or s.number is Number.FP4_E2M1) and s.activations is None for s in distinct)
+
+
+def experts_problem(schemes: Iterable[Scheme | None]) -> str | None:
+    """None, or why transformers 5.23, which dequantizes experts into its fused stacks as it loads them, does not load experts of these schemes (None: unquantized) or takes them
+    for something else. Other programs (and we) read what the artifact says."""
+    distinct = set(schemes)
+    if len(distinct) > 1:
+        return "takes the experts of a model to have one scheme"
+    for scheme in distinct:
+        if scheme is None:
+            return "does not load unquantized experts of a quantized checkpoint"
+        whole = scheme.number is Number.FP8_E4M3 and scheme.granularity.per in (Per.TENSOR, Per.CHANNEL)
+        if not (whole or (scheme.number.is_int and scheme.symmetric)):
+            return f"does not read {scheme} experts: only symmetric integers, and FP8 per tensor or channel"
+        if scheme.activations is not None:
+            return "does not round the inputs of experts" if whole else f"does not read {scheme} experts: integers without rounded activations only"
+    return None
 
 
 def read_config(config: Mapping[str, Any], linear_names: Sequence[str]) -> dict[str, Scheme]:

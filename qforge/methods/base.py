@@ -18,7 +18,7 @@ class Options:
     """Method options from the recipe (`quantize.options`).
 
     Attributes:
-        damping: part of the mean Hessian diagonal that is added to the diagonal.
+        damping: part of the mean Hessian diagonal that is added to the diagonal; more where calibration has few tokens (`gptq.damping_for`).
         act_order: quantize columns in the order of falling Hessian diagonal, groups staying where they are (no index at run time).
         scale_search: choose scales by smallest weighted squared error instead of by the range.
         error_correction: aim at the outputs of the *unquantized* model, so that a layer makes up for the errors of those before it.

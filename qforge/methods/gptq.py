@@ -10,6 +10,10 @@ Two things are added, each an option. `error_correction`: with y the unquantized
 when it is fed x, so the target becomes W + W (sum (y - x) x^T) H^-1 (GPTAQ, arXiv 2504.02692, and QEP, arXiv 2504.09629, in closed form).
 `refine`: descent over codes and scales afterwards (`refine.py`).
 
+A Hessian of n tokens is known to a part of about I / n, and its small eigenvalues not at all where n < I (an expert that few tokens are routed to). So the damping
+grows as n falls below 8 I. Output error on other text, int4 group 32, 768 inputs of stories15M, without / with that / rounding to nearest: 8 I tokens .0688 / .0688 / .0826,
+I tokens .0783 / .0722 / .0828, I / 8 tokens .0878 / .0802 / .0848, I / 33 tokens .0894 / .0839 / .0882.
+
 Letters: O output features, I input features.
 """
 
@@ -28,6 +32,7 @@ from qforge.scheme import Scheme
 
 BLOCK = 128  # columns whose updates are kept together before they are pushed on in one matrix product
 _DAMPING_FACTOR, _DAMPING_LIMIT = 10.0, 100.0
+_ENOUGH, _MOST = 8, 100.0  # tokens for each input from which on damping stays as it is; how many times it can become larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,26 +103,31 @@ def _shared_factor(stats: Stats, options: Options) -> _Factor:
     key = (options.damping, options.act_order)
     if key not in stats.factors:
         assert stats.hessian is not None
-        stats.factors[key] = _factorize(stats.hessian, options)
+        stats.factors[key] = _factorize(stats.hessian, stats.tokens, options)
     factor = stats.factors[key]
     assert isinstance(factor, _Factor)
     return factor
 
 
-def _factorize(hessian: torch.Tensor, options: Options) -> _Factor:
+def damping_for(tokens: int, in_features: int, damping: float) -> float:
+    """The part of the mean Hessian diagonal that is added to the diagonal of a Hessian of so many tokens, for `Options.damping`."""
+    return damping * min(max(1.0, _ENOUGH * in_features / tokens), _MOST)
+
+
+def _factorize(hessian: torch.Tensor, tokens: int, options: Options) -> _Factor:
     diagonal = hessian.diagonal()
     if not torch.isfinite(diagonal).all():
         raise NumericalError("the calibration activations are NaN or infinite; the model overflows on this text")
     dead = diagonal == 0
     order = torch.argsort(diagonal, descending=True, stable=True) if options.act_order else torch.arange(len(diagonal))
     notes = [f"{int(dead.sum())} inputs never excited by calibration were rounded to nearest"] if dead.any() else []
-    mean = float(diagonal[~dead].mean()) if not dead.all() else 1.0
-    damping = options.damping
-    while damping <= _DAMPING_LIMIT:
+    mean = float(diagonal[~dead].double().mean()) if not dead.all() else 1.0
+    damping = first = damping_for(tokens, len(diagonal), options.damping)
+    while damping <= max(first, _DAMPING_LIMIT):
         damped = hessian + torch.diag(torch.where(dead, torch.full_like(diagonal, mean), torch.full_like(diagonal, damping * mean)))
-        lower = _inverse_factor(damped[order][:, order])
+        lower = _inverse_factor(damped[order][:, order]) if damped.diagonal().isfinite().all() else None
         if lower is not None:
-            if damping != options.damping:
+            if damping != first:
                 notes.append(f"damping raised to {damping:g} to keep the Hessian positive definite")
             return _Factor(order, damped, lower, "; ".join(notes) or None)
         damping = max(damping, 1e-4) * _DAMPING_FACTOR

@@ -19,6 +19,7 @@ from torch import nn
 
 from qforge import numerics
 from qforge.errors import UnsupportedError
+from qforge.models import experts
 from qforge.models.model import Model
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
@@ -38,6 +39,8 @@ class BlockModel:
     Attributes:
         num_blocks: decoder blocks.
         block_names: module name of each block (`model.layers.0`, ...).
+        routers: what decides over experts and stays as it is: shape by module name.
+        experts: linears of experts, by module name, with the share of tokens that each is given if all are given as many.
         head_name: module name of the output head (`lm_head`), None where the model has none.
         vocab_size, hidden_size: shape of the embedding.
     """
@@ -46,6 +49,7 @@ class BlockModel:
         self._model = model
         self._weights = model.weights
         self._module = _skeleton(model)
+        self._stored = experts.split(self._module)
         prefix, self._blocks = _find_blocks(self._module, model.config.num_hidden_layers)
         self.num_blocks = len(self._blocks)
         self.block_names = [f"{prefix}.{i}" for i in range(self.num_blocks)]
@@ -54,16 +58,23 @@ class BlockModel:
         self.head_name: str | None = names.get(id(head)) if head is not None else None
         embedding = self._module.get_input_embeddings().weight
         self.vocab_size, self.hidden_size = int(embedding.shape[0]), int(embedding.shape[1])
+        self.routers = {experts.stored_module(self._stored, name): shape for name, shape in experts.routers(self._module).items()}
+        chosen = getattr(model.config, "num_experts_per_tok", None)
+        self.experts = {experts.stored_module(self._stored, name): 1.0 if chosen is None else chosen / count for name, count in experts.linears(self._module).items()}
         self._calls: dict[tuple[int, int], list[Call]] = {}
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """The type in which a tensor of the model is stored, by its full name."""
         return self._weights.info(name).dtype
 
+    def full_name(self, index: int, name: str) -> str:
+        """What checkpoints call a tensor or a module with a weight, by its name within the block."""
+        full = f"{self.block_names[index]}.{name}"
+        return self._stored.get(full) or experts.stored_module(self._stored, full)
+
     def linears(self, index: int) -> dict[str, nn.Linear]:
         """The linear layers of a block by full module name, in the order of the modelling code (their weights may be on the meta device)."""
-        base = self.block_names[index]
-        return {f"{base}.{n}": m for n, m in self._blocks[index].named_modules() if isinstance(m, nn.Linear)}
+        return {self.full_name(index, n): m for n, m in self._blocks[index].named_modules() if isinstance(m, nn.Linear)}
 
     @torch.no_grad()
     def embed(self, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -95,11 +106,10 @@ class BlockModel:
             rounding: what the linear of a module name does to its input (`numerics.input_rounding`), instead of what the model's own schemes say.
         """
         module = self._blocks[index]
-        base = self.block_names[index]
         wanted = [*module.named_parameters(), *_persistent_buffers(module)]
         state = {}
         for name, _ in wanted:
-            full = f"{base}.{name}"
+            full = self.full_name(index, name)
             value = replace(full)
             state[name] = (self._weights.read(full) if value is None else value).float()
         module.load_state_dict(state, strict=True, assign=True)
@@ -176,7 +186,7 @@ class BlockModel:
             if not names or not wanted or (module is embedding and part is self._module and not tied):
                 continue
             for name in names:
-                full = f"{prefix}.{name}"
+                full = self._stored.get(f"{prefix}.{name}", f"{prefix}.{name}")
                 value = replace(full)
                 module._parameters[name] = nn.Parameter((self._weights.read(full) if value is None else value).float(), requires_grad=False)
             loaded.append(module)
@@ -219,7 +229,7 @@ def _find_blocks(module: nn.Module, count: int) -> tuple[str, list[Any]]:
             for block in child:
                 stacked = next((n for n, p in block.named_parameters() if p.dim() > 2), None)
                 if stacked is not None:
-                    raise UnsupportedError(f"{name}.*.{stacked} is a stack of experts; mixture-of-experts models are not available yet")
+                    raise UnsupportedError(f"{name}.*.{stacked} has more than two dimensions; models with such tensors are not available yet")
             return name, list(child)
     raise UnsupportedError(f"{type(module).__name__} has no list of {count} decoder blocks with linear layers; qforge quantizes decoder-only language models")
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qforge.models.experts import every_expert
 from qforge.models.links import Link, Run, hold
 
 Output = Callable[[str, torch.Size], torch.Tensor]
@@ -43,8 +44,13 @@ def find_links(module: nn.Module, run: Run, hidden: torch.Tensor) -> list[Link]:
         hidden: some hidden states of several tokens.
 
     Returns:
-        An empty list also where a linear is not reached by these tokens (an expert), since it might read what a link divides.
+        An empty list also where a linear is not reached by these tokens, since it might read what a link divides. (Experts all are: `every_expert`.)
     """
+    with every_expert(module):
+        return _links(module, run, hidden)
+
+
+def _links(module: nn.Module, run: Run, hidden: torch.Tensor) -> list[Link]:
     base = _noisy(module, run, hidden, None, None)
     if any(len(base.inputs.get(n, ())) != 1 for n, m in module.named_modules() if isinstance(m, nn.Linear)):
         return []
@@ -100,6 +106,8 @@ def _read_off(base: _Seen, seen: _Seen, source: str, ratios: torch.Tensor) -> Li
 
 def _columns(before: torch.Tensor, after: torch.Tensor, ratios: torch.Tensor) -> torch.Tensor | None:
     """Which channel each column carries, `[I]`, from its inputs with and without the ratios; None where a column is no multiple."""
+    if before.shape != after.shape:
+        return None
     x, y = (t.reshape(-1, t.shape[-1]).double() for t in (before, after))
     ratio = (x * y).sum(0) / (x * x).sum(0)
     if not bool(((y - ratio * x).norm(dim=0) < _RATIO_ERROR * y.norm(dim=0)).all()):

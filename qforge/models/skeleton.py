@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from qforge.errors import ModelError
+from qforge.models import experts
 from qforge.models.weights import Renamed, WeightSource, listed
 
 _BUFFERS = re.compile(r"(rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)|attn\.(bias|masked_bias))$")
@@ -22,9 +23,10 @@ class Skeleton:
     """Names, shapes and kinds of a model's parts.
 
     Attributes:
-        shapes: every tensor of the model, tied ones included, in the order of the modelling code.
+        shapes: every tensor of the model, tied ones included, in the order of the modelling code, by the name that checkpoints give it.
         tied: tensor -> the tensor that it is tied to by the config.
-        linears: module names of all nn.Linear, the head included.
+        linears: module names of all nn.Linear, the head and those of single experts included.
+        routers: module names of what decides over experts (`experts.routers`).
         kinds: class name of each module that has tensors of its own.
         ignored: regular expressions of stored tensors that the modelling code says to ignore.
         prefix: name of the part below the head (`model`), without which some checkpoints are stored.
@@ -33,6 +35,7 @@ class Skeleton:
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str]
     linears: tuple[str, ...]
+    routers: tuple[str, ...]
     kinds: Mapping[str, str]
     ignored: tuple[str, ...]
     prefix: str
@@ -43,17 +46,20 @@ def build(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Skele
 
     Raises:
         ModelError: transformers cannot build a model from this config.
+        UnsupportedError: its experts are none that can be taken apart.
     """
     try:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
     except Exception as e:  # whatever transformers' modelling code raises
         raise ModelError(f"transformers cannot build a '{config.model_type}' model from this config: {str(e).strip().splitlines()[-1]}") from e
+    stored = experts.split(module)
     return Skeleton(
-        shapes={name: tuple(t.shape) for name, t in module.state_dict().items()},
+        shapes={stored.get(name, name): tuple(t.shape) for name, t in module.state_dict().items()},
         tied=dict(module.all_tied_weights_keys or {}),
-        linears=tuple(name for name, m in module.named_modules() if isinstance(m, nn.Linear)),
-        kinds={name: type(m).__name__ for name, m in module.named_modules() if m._parameters or m._buffers},
+        linears=tuple(experts.stored_module(stored, name) for name, m in module.named_modules() if isinstance(m, nn.Linear)),
+        routers=tuple(experts.stored_module(stored, name) for name in experts.routers(module)),
+        kinds={experts.stored_module(stored, name): type(m).__name__ for name, m in module.named_modules() if m._parameters or m._buffers},
         ignored=tuple(module._keys_to_ignore_on_load_unexpected or ()),
         prefix=module.base_model_prefix,
     )
@@ -77,7 +83,7 @@ def fitted(source: WeightSource, skeleton: Skeleton, config: PretrainedConfig, o
                 held.discard(found.pop(name))
             else:
                 config.tie_word_embeddings = False
-    _refuse_missing([n for n in skeleton.shapes if n not in found and n not in skeleton.tied], held, origin)
+    _refuse_missing([n for n in skeleton.shapes if n not in found and n not in skeleton.tied], origin)
     wrong = [f"{n} is {list(source.info(s).shape)} instead of {list(skeleton.shapes[n])}" for n, s in found.items() if source.info(s).shape != skeleton.shapes[n]]
     if wrong:
         raise ModelError(f"{origin}: tensors do not have the shapes that config.json tells of: {listed(wrong)}; weights and config belong to different models")
@@ -92,10 +98,9 @@ def _stored(name: str, held: set[str], prefix: str) -> str | None:
     return name if name in held else bare if bare in held else None
 
 
-def _refuse_missing(missing: list[str], held: set[str], origin: str) -> None:
+def _refuse_missing(missing: list[str], origin: str) -> None:
     if missing:
-        experts = "; mixture-of-experts models are not available yet" if any(".experts." in n for n in (*missing, *held)) else ""
-        raise ModelError(f"{origin}: the weights lack {len(missing)} tensors of the model that config.json tells of: {listed(missing)}{experts}")
+        raise ModelError(f"{origin}: the weights lack {len(missing)} tensors of the model that config.json tells of: {listed(missing)}")
 
 
 def _ignorable(name: str, skeleton: Skeleton) -> bool:

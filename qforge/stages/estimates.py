@@ -74,19 +74,21 @@ def activation_budget(plan: Plan, blocks: BlockModel, calibration_tokens: int, e
     return limit - fixed
 
 
-def _block_shapes(plan: Plan, blocks: BlockModel) -> list[tuple[int, int]]:
-    return [(p.out_features, p.in_features) for p in plan.layers if p.name.startswith(blocks.block_names[0] + ".")]
+def _block_shapes(plan: Plan, blocks: BlockModel) -> list[tuple[int, int, float]]:
+    """`(out, in)` of the linears of the largest block, and the share of tokens that each is given."""
+    by_block = [[(p.out_features, p.in_features, blocks.experts.get(p.name, 1.0)) for p in plan.layers if p.name.startswith(f"{name}.")] for name in blocks.block_names]
+    return max(by_block, key=lambda shapes: sum(o * i for o, i, _ in shapes))
 
 
 def _quantize_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
     shapes = _block_shapes(plan, blocks)
-    widths = {i for _, i in shapes}
+    widths = {i for _, i, _ in shapes}
     streams = 2 if "cross" in plan.needs else 1
     embedding = {"the embedding, as stored and in fp32": blocks.vocab_size * blocks.hidden_size * 8}
-    block = {"one decoder block in fp32, read and quantized": 3 * sum(o * i for o, i in shapes) * 4}
+    block = {"one decoder block in fp32, read and quantized": 3 * sum(o * i for o, i, _ in shapes) * 4}
     if tokens:
         block |= {
-            "outputs of its linears for one batch": min(tokens, BATCH_TOKENS) * sum(o for o, _ in shapes) * 4,
+            "outputs of its linears for one batch": int(min(tokens, BATCH_TOKENS) * sum(o * share for o, _, share in shapes)) * 4,
             "one linear's statistics and their factor": max(widths) ** 2 * (FACTOR_BYTES + (4 if "cross" in plan.needs else 0)),
             "what waiting batches hold": tokens * HELD * blocks.hidden_size * 4,
         }
@@ -101,8 +103,8 @@ def _quantize_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, i
 def _choose_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
     shapes = _block_shapes(plan, blocks)
     gradients = {
-        "one decoder block in fp32, read": 2 * sum(o * i for o, i in shapes) * 4,
-        "what a block keeps of one batch for its gradients": min(tokens, BATCH_TOKENS) * sum(o + i for o, i in shapes) * 4,
+        "one decoder block in fp32, read": 2 * sum(o * i for o, i, _ in shapes) * 4,
+        "what a block keeps of one batch for its gradients": int(min(tokens, BATCH_TOKENS) * sum((o + i) * share for o, i, share in shapes)) * 4,
     }
     head = {
         "the output head, as stored and in fp32": blocks.vocab_size * blocks.hidden_size * 8,
@@ -129,12 +131,12 @@ def _evaluate_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, i
 def _seconds(plan: Plan, blocks: BlockModel, calibration: int, evaluation: int, passes: int) -> dict[str, float]:
     shapes = _block_shapes(plan, blocks)
     rate = gemm_rate()
-    weights = sum(o * i for o, i in shapes) * blocks.num_blocks
+    weights = sum(o * i * share for o, i, share in shapes) * blocks.num_blocks
     head = blocks.vocab_size * blocks.hidden_size
-    inputs = sum(i * i for _, i in shapes) * 4 // 7 * blocks.num_blocks  # linears that share an input share its statistics: 4 inputs for 7 linears
+    inputs = sum(i * i * share for _, i, share in shapes) * 4 / 7 * blocks.num_blocks  # linears that share an input share its statistics: 4 inputs for 7 linears
     corrected = "cross" in plan.needs
     per_token = (1 + corrected + bool(plan.transforms)) * (weights + inputs)  # transforms see every block once more
-    per_linear = sum(o * i * i for o, i in shapes) * blocks.num_blocks * (3 * plan.options.refine + 2 * corrected)
+    per_linear = sum(o * i * i for o, i, _ in shapes) * blocks.num_blocks * (3 * plan.options.refine + 2 * corrected)
     quantize = (calibration * per_token + per_linear) / rate if calibration else 0.0
     return {"quantize": quantize + (0.5 if calibration else 0.05) * blocks.num_blocks, "evaluate": evaluation * passes * (weights + head) / rate}
 
@@ -142,9 +144,9 @@ def _seconds(plan: Plan, blocks: BlockModel, calibration: int, evaluation: int, 
 def _choose_seconds(plan: Plan, blocks: BlockModel, tokens: int, candidates: int) -> float:
     """One pass forward with statistics, every candidate rounded to, and one batch forward and back."""
     shapes = _block_shapes(plan, blocks)
-    weights = sum(o * i for o, i in shapes) * blocks.num_blocks
-    inputs = sum(i * i for _, i in shapes) * 4 // 7 * blocks.num_blocks
-    tries = candidates * sum(o * i * i for o, i in shapes) * blocks.num_blocks * 3
+    weights = sum(o * i * share for o, i, share in shapes) * blocks.num_blocks
+    inputs = sum(i * i * share for _, i, share in shapes) * 4 / 7 * blocks.num_blocks
+    tries = candidates * sum(o * i * i for o, i, _ in shapes) * blocks.num_blocks * 3
     gradients = min(tokens, BATCH_TOKENS) * (2 * weights + 2 * blocks.vocab_size * blocks.hidden_size)
     return (tokens * (weights + inputs) + tries + gradients) / gemm_rate() + 0.5 * blocks.num_blocks
 

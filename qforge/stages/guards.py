@@ -1,15 +1,46 @@
-"""What a user should look at although the run succeeded: layers that fare far worse than others of their kind, a divergence that was asked for and not kept."""
+"""What a user should look at although the run succeeded: notes, layers that calibration hardly reached or that fare far worse than their kind, a divergence that was not kept."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
+from qforge.models.weights import listed
+from qforge.plan import Plan
 from qforge.recipe import parse_budget
 from qforge.types import Evaluation, LayerResult
 
 FEWEST = 4  # layers of a kind before their median means something
 RATIO, LEAST = 3.0, 0.05  # times the median, and an error below which nobody cares
+MOST_NAMED = 8  # experts in one sentence; results.json has the tokens of every layer
+
+
+def noted(layers: Sequence[LayerResult]) -> list[str]:
+    """The methods' notes, each with the layers that it is about."""
+    about: dict[str, list[str]] = {}
+    for layer in layers:
+        if layer.note:
+            about.setdefault(layer.note, []).append(layer.name)
+    return [f"{listed(names)}: {note}" for note, names in about.items()]
+
+
+def starved(layers: Sequence[LayerResult], plan: Plan) -> list[str]:
+    """A sentence on the parts (experts, mostly) with a linear that was given fewer calibration tokens than it has inputs, with a number of samples that may help."""
+    widths = {p.name: p.in_features for p in plan.layers}
+    parts: dict[str, tuple[float, str]] = {}
+    for layer in layers:
+        if layer.tokens is not None and layer.tokens < widths[layer.name]:
+            share, part = layer.tokens / widths[layer.name], layer.name.rpartition(".")[0] or layer.name
+            parts[part] = min(parts.get(part, (1.0, "")), (share, f"{part} ({layer.tokens} tokens for {widths[layer.name]} inputs)"))
+    if not parts:
+        return []
+    worst = sorted(parts.values())
+    none = sum(share == 0 for share, _ in worst)
+    middle = statistics.median(share for share, _ in worst)
+    advice = f"about {2 ** math.ceil(-math.log2(middle))} times the calibration.samples would reach half of them" if middle else "more calibration.samples may reach them"
+    where = f"{len(worst)} of {len({layer.name.rpartition('.')[0] for layer in layers})} parts were given fewer calibration tokens than they have inputs, {none} of them none"
+    return [f"{where}: {listed((text for _, text in worst), MOST_NAMED)}; {advice}"]
 
 
 def outliers(layers: Sequence[LayerResult]) -> list[str]:

@@ -80,7 +80,8 @@ def assemble(
         warnings=[
             *plan.notes,
             *texts.notes,
-            *(f"{layer.name}: {layer.note}" for layer in pieces.layers() if layer.note),
+            *guards.noted(pieces.layers()),
+            *guards.starved(pieces.layers(), plan),
             *guards.outliers(pieces.layers()),
             *guards.missed(recipe.quantize.budget, evaluation),
         ],

@@ -182,7 +182,7 @@ def describe(args: argparse.Namespace, plan: Any, predicted: Any, run: dict[str,
         "seen": seen,
         "memory": run["memory"],
         "timings": run["timings"],
-        "parts": run.get("parts", {}),
+        "parts": run["parts"]["quantize"],
     }
 
 
@@ -191,7 +191,7 @@ def page(content: dict[str, Any]) -> str:
     shape, env, seen, billions = content["shape"], content["environment"], content["seen"], content["shape"]["parameters"] / 1e9
     units = {"peak_bytes": ("peak resident memory, MiB", 2**20), "weights_bytes": ("artifact, MB", 1e6), "seconds": ("seconds to quantize", 1)}
     rows = [f"| {label} | {content['measured'][n] / u:,.0f} | {content['estimated'][n] / u:,.0f} | {content['estimated'][n] / content['measured'][n]:.2f} |" for n, (label, u) in units.items()]
-    timed = [f"| {name} | {value:,.1f} | {value / billions:,.1f} |" for name, value in (content["timings"] | content["parts"]).items()]
+    timed = [f"| {name} | {value:,.1f} | {value / billions:,.1f} |" for name, value in (content["timings"] | {f"quantize: {n}": v for n, v in content["parts"].items()}).items()]
     return "\n".join([
         f"# GPTQ of {billions:.2f} billion random parameters, {shape['layers']} layers, {content['scheme']}", "",
         f"{content['date']}, {env['cpu']}, {env['threads']} threads, torch {env['torch']}; {content['calibration']['samples']} x {content['calibration']['length']} calibration tokens, sharded bf16, nothing evaluated.",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,12 +65,13 @@ class BlockModel:
         base = self.block_names[index]
         return {f"{base}.{n}": m for n, m in self._blocks[index].named_modules() if isinstance(m, nn.Linear)}
 
-    @torch.no_grad()
-    def embed(self, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def embed(self, batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Token ids `[B, T]` -> the hidden states `[B, T, D]` fp32 that the first block takes, batch by batch; remembers what the blocks of each shape are called with."""
         with self._outer(self._module.base_model):
-            return [self._embed(windows) for windows in batches]
+            for windows in batches:
+                yield self._embed(windows)
 
+    @torch.no_grad()
     def _embed(self, windows: torch.Tensor) -> torch.Tensor:
         calls: list[Call] = []
         inputs: list[torch.Tensor] = []
@@ -107,7 +108,7 @@ class BlockModel:
             with _rounded_inputs(self.linears(index), rounding or self._own_rounding):
                 yield module
         finally:
-            _release(module)
+            release(module)
 
     def _own_rounding(self, name: str) -> Rounding | None:
         scheme = self._model.schemes.get(name)
@@ -188,7 +189,7 @@ class BlockModel:
             yield
         finally:
             for module in loaded:
-                _release(module, recurse=False)
+                release(module, recurse=False)
 
     @contextlib.contextmanager
     def _patched(self, forward: Callable[[int], Callable[..., torch.Tensor]]) -> Iterator[None]:
@@ -246,7 +247,8 @@ def _persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(n, b) for n, b in module.named_buffers() if n in persistent]
 
 
-def _release(module: nn.Module, recurse: bool = True) -> None:
+def release(module: nn.Module, recurse: bool = True) -> None:
+    """Let go of the memory of a module's parameters: they go to the meta device."""
     for m in module.modules() if recurse else [module]:
         for name, parameter in m._parameters.items():
             if parameter is not None:

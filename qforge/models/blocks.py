@@ -104,6 +104,7 @@ class BlockModel:
             value = replace(full)
             state[name] = (self._weights.read(full) if value is None else value).float()
         module.load_state_dict(state, strict=True, assign=True)
+        state.clear()  # a weight that is replaced while the block is open goes
         try:
             with _rounded_inputs(self.linears(index), rounding or self._own_rounding):
                 yield module

@@ -39,6 +39,7 @@ class BlockModel:
         num_blocks: decoder blocks.
         block_names: module name of each block (`model.layers.0`, ...).
         head_name: module name of the output head (`lm_head`), None where the model has none.
+        embedding_name: of the embedding's weight.
         vocab_size, hidden_size: shape of the embedding.
     """
 
@@ -52,6 +53,7 @@ class BlockModel:
         head = self._module.get_output_embeddings()
         names = {id(m): n for n, m in self._module.named_modules()}
         self.head_name: str | None = names.get(id(head)) if head is not None else None
+        self.embedding_name = f"{names[id(self._module.get_input_embeddings())]}.weight"
         embedding = self._module.get_input_embeddings().weight
         self.vocab_size, self.hidden_size = int(embedding.shape[0]), int(embedding.shape[1])
         self._calls: dict[tuple[int, int], list[Call]] = {}
@@ -161,8 +163,7 @@ class BlockModel:
         """The output head's weight `[V, D]` fp32; the embedding's when tied."""
         name = f"{self.head_name}.weight"
         if name not in set(self._weights.names()):
-            embedding = self._module.get_input_embeddings()
-            name = next(n for n, m in self._module.named_modules() if m is embedding) + ".weight"
+            name = self.embedding_name
         return self._weights.read(name).float()
 
     @contextlib.contextmanager

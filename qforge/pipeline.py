@@ -111,7 +111,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
                 skipped = exports.check(recipe, replace(model, schemes=planned.schemes))
             artifacts.clear_others(out, recipe, model_sha256, planned, texts, journal)
             with meter.stage("quantize"):
-                pieces = artifacts.quantize(recipe, model_sha256, blocks, planned, texts, budget, journal, progress)
+                pieces = artifacts.quantize(recipe, model_sha256, blocks, planned, texts, budget, journal, meter.clock, progress)
             with meter.stage("write"):
                 written = artifacts.write(out / "model", recipe, model, model_sha256, planned, texts, pieces, journal)
                 artifact = open_model(str(out / "model"))

@@ -142,7 +142,7 @@ class LayerResult:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a run leaves in results.json; the report reads only this. Field names are a contract."""
+    """What a run leaves in results.json; the report reads only this. Field names are a contract. `parts`: seconds of what a stage of `timings` consists of, by stage."""
 
     qforge_version: str
     recipe: dict[str, Any]
@@ -157,6 +157,7 @@ class Results:
     adapters: list[dict[str, Any]]
     work: dict[str, int]
     timings: dict[str, float]
+    parts: dict[str, dict[str, float]]
     peak_rss_bytes: int
     memory: dict[str, int]
     environment: dict[str, Any]

@@ -23,7 +23,7 @@ Watch = Callable[[str, torch.Tensor], None]
 
 def forwards(blocks: BlockModel, room: Room, batches: Sequence[torch.Tensor], progress: Progress) -> tuple[list[list[Kept]], list[torch.Tensor]]:
     """What each block takes, in half precision (by block and batch), and what the last one gives, `[B, T, D]` fp32, for token ids `[B, T]` batch by batch."""
-    hidden = blocks.embed(batches)
+    hidden = list(blocks.embed(batches))
     kept = []
     for index in progress.track(range(blocks.num_blocks), "run", blocks.num_blocks):
         kept.append([room.copy(h) for h in hidden])

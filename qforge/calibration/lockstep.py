@@ -7,13 +7,16 @@ with its quantized weight, and this code knows no model family.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import greenlet
 import torch
 from torch import nn
 
+from qforge.calibration.parking import Parking
 from qforge.calibration.room import Kept, Room
 from qforge.models.experts import routed_rows
 
@@ -59,12 +62,12 @@ def lockstep(
         flights = [_Flight(run, batch, room) for batch in batches]
         for flight in flights:
             flight.go()
-        before: dict[int, torch.Tensor] = {}
+        before: dict[int, weakref.ref[torch.Tensor]] = {}
         while waiting := [i for i, f in enumerate(flights) if f.at is not None]:
             name = min((at for i in waiting if (at := flights[i].at) is not None), key=order.__getitem__)
             here = tuple(i for i in waiting if flights[i].at == name)
-            inputs = {i: flights[i].held() for i in here}
-            repeated = inputs.keys() == before.keys() and all(inputs[i] is before[i] for i in here)
+            inputs = {i: weakref.ref(flights[i].held()) for i in here}
+            repeated = inputs.keys() == before.keys() and all(inputs[i]() is before[i]() for i in here)
             yield Stop(name, repeated, here, functools.partial(_inputs, [flights[i] for i in here]), tuple(flights[i].rows for i in here))
             before = inputs
             for i in here:
@@ -93,37 +96,40 @@ def _waits(name: str, rounding: Mapping[str, Callable[[torch.Tensor], torch.Tens
 
 
 class _Flight:
-    """One batch on its way through the block. While it waits, its input may lie on disk, and the tensor that the block's code holds has no storage."""
+    """One batch on its way through the block. While it waits, what its frames hold may lie on disk, in tensors without memory."""
 
     def __init__(self, run: Run, batch: Kept, room: Room) -> None:
         self._room = room
         self._batch: Kept | None = batch
         self._stack = greenlet.greenlet(run)
+        self._parking = Parking(room)
         self._held: torch.Tensor | None = None
-        self._kept: Kept | None = None
         self._done: Kept | None = None
         self.at: str | None = None
         self.rows: torch.Tensor | None = None
 
     def go(self) -> None:
         """On to the next linear, or to the end."""
-        if self._batch is not None:
-            start = self._batch.load()
-            self._batch.free()
-            self._batch = None
-            arrived = self._stack.switch(start)
-        else:
-            self.input()
-            arrived = self._stack.switch()
+        self._held = None
+        arrived = self._start() if self._batch is not None else self._switch()
         if self._stack.dead:
-            self._forget()
+            self._parking.leave()
             self.at, self._done = None, self._room.keep(arrived)
             return
-        self.at, held, self.rows = arrived
-        if held is not self._held:
-            self._forget()
-            self._held, self._kept = held, self._room.keep(held)
+        self.at, self._held, self.rows = arrived
         self.rest()
+
+    def _start(self) -> Any:
+        assert self._batch is not None
+        start = self._batch.load()
+        self._batch.free()
+        self._batch = None
+        self._parking.own(start)
+        return self._switch(start)
+
+    def _switch(self, *args: torch.Tensor) -> Any:
+        with self._parking:
+            return self._stack.switch(*args)
 
     def held(self) -> torch.Tensor:
         """The tensor that waits, possibly without its values: for identity only."""
@@ -132,28 +138,15 @@ class _Flight:
 
     def input(self) -> torch.Tensor:
         """The tensor that waits, with its values."""
-        assert self._held is not None
-        assert self._kept is not None
-        storage = self._held.untyped_storage()
-        if self._kept.on_disk and storage.nbytes() == 0:
-            storage.resize_(self._held.numel() * self._held.element_size())
-            self._kept.read_into(self._held)
-        return self._held
+        held = self.held()
+        self._parking.wake(held)
+        return held
 
     def rest(self) -> None:
-        """Give the memory of the waiting tensor back, where it lies on disk."""
-        assert self._held is not None
-        assert self._kept is not None
-        storage = self._held.untyped_storage()
-        if self._kept.on_disk and self._held.is_contiguous() and storage.nbytes() == self._held.numel() * self._held.element_size():
-            storage.resize_(0)
+        """Give the memory back of what lies on disk."""
+        self._parking.rest()
 
     def output(self) -> Kept:
         """What the block returned."""
         assert self._done is not None
         return self._done
-
-    def _forget(self) -> None:
-        if self._kept is not None:
-            self._kept.free()
-        self._held = self._kept = None

@@ -1,29 +1,30 @@
-"""Memory for activations up to a budget; what does not fit lies in unnamed files until it is wanted."""
+"""Memory for activations up to a budget; what does not fit lies in a file until it is wanted."""
 
 from __future__ import annotations
 
-import ctypes
-import tempfile
 from pathlib import Path
-from typing import IO
 
 import torch
 
-from qforge.files import readable_errors
+from qforge.calibration.spill import Spill
+from qforge.clock import Clock
 
-BUDGET = 64 << 20  # bytes in memory where a recipe sets no limit: files are read back at several GB/s from the page cache
+BUDGET = 64 << 20  # bytes in memory where a recipe sets no limit: the file is read back at several GB/s from the page cache
 
 
 class Room:
-    """Keeps tensors. The operating system removes the files, however the process ends.
+    """Keeps tensors, and what calls that wait have left behind.
 
     Args:
-        folder: where files go; None keeps everything in memory.
+        folder: where the file goes; None keeps everything in memory.
         budget: bytes that may lie in memory.
+        clock: is told what the file took.
     """
 
-    def __init__(self, folder: Path | None = None, budget: int = BUDGET) -> None:
-        self._folder, self._budget = folder, budget
+    def __init__(self, folder: Path | None = None, budget: int = BUDGET, clock: Clock | None = None) -> None:
+        self.spill = None if folder is None else Spill(folder)
+        self.clock = clock or Clock()
+        self._budget = budget
         self.used = 0
 
     def keep(self, tensor: torch.Tensor) -> Kept:
@@ -33,58 +34,52 @@ class Room:
             OutputError: the disk is full.
         """
         size = tensor.numel() * tensor.element_size()
-        if self._folder is None or self.used + size <= self._budget:
+        if self.spill is None or self.fits(size):
             self.used += size
-            return Kept(self, tensor, None, tensor.dtype, tensor.shape)
-        with readable_errors(self._folder):
-            file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  # closed by Kept.free
-            whole = tensor.detach().contiguous()
-            file.write(_bytes(whole))
-            file.flush()
-        return Kept(self, None, file, tensor.dtype, tensor.shape)
+            return Kept(self, tensor, 0, tensor.dtype, tensor.shape)
+        whole = tensor.detach().contiguous()
+        with self.clock.part("spill"):
+            return Kept(self, None, self.spill.write(whole.data_ptr(), size), tensor.dtype, tensor.shape)
 
     def copy(self, tensor: torch.Tensor) -> Kept:
         """As `keep`, in half precision: fp16, or bf16 where a value is too large for it."""
         return self.keep(tensor.half() if float(tensor.abs().max()) < torch.finfo(torch.float16).max else tensor.bfloat16())
 
+    def fits(self, size: int) -> bool:
+        """Whether so many bytes more may lie in memory."""
+        return self.used + size <= self._budget
+
 
 class Kept:
     """One tensor that a `Room` keeps."""
 
-    def __init__(self, room: Room, tensor: torch.Tensor | None, file: IO[bytes] | None, dtype: torch.dtype, shape: torch.Size) -> None:
-        self._room, self._tensor, self._file, self._dtype = room, tensor, file, dtype
-        self.shape = shape
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether it lies in a file."""
-        return self._file is not None
+    def __init__(self, room: Room, tensor: torch.Tensor | None, place: int, dtype: torch.dtype, shape: torch.Size) -> None:
+        self._room, self._tensor, self._place = room, tensor, place
+        self._freed = False
+        self.dtype, self.shape = dtype, shape
+        self._size = shape.numel() * dtype.itemsize
 
     def load(self) -> torch.Tensor:
-        """The tensor: itself where it is in memory, else read from its file."""
-        return self._tensor if self._tensor is not None else self.read_into(torch.empty(self.shape, dtype=self._dtype))
-
-    def read_into(self, target: torch.Tensor) -> torch.Tensor:
-        """Fill a contiguous tensor of the same shape and dtype from the file."""
-        assert self._file is not None
-        self._file.seek(0)
-        count = self._file.readinto(_bytes(target))  # type: ignore[attr-defined]  # a buffered binary file
-        assert count == target.numel() * target.element_size()
+        """The tensor: itself where it is in memory, else read from the file."""
+        if self._tensor is not None:
+            return self._tensor
+        assert not self._freed
+        assert self._room.spill is not None
+        target = torch.empty(self.shape, dtype=self.dtype)
+        with self._room.clock.part("spill"):
+            self._room.spill.read(self._place, target.data_ptr(), self._size)
         return target
 
     def free(self) -> None:
         """Forget it."""
+        if self._freed:
+            return
+        self._freed = True
         if self._tensor is not None:
-            self._room.used -= self._tensor.numel() * self._tensor.element_size()
+            self._room.used -= self._size
             self._tensor = None
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        elif self._room.spill is not None:
+            self._room.spill.free(self._place, self._size)
 
     def __del__(self) -> None:
         self.free()
-
-
-def _bytes(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
-    """A contiguous tensor's memory. (A numpy view would do, but makes the storage one that cannot be resized.)"""
-    return (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())

@@ -8,21 +8,23 @@ Letters: B windows, T tokens, D hidden width, I input features.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from qforge import numerics
 from qforge.calibration.linear import quantize_linear
-from qforge.calibration.lockstep import lockstep
+from qforge.calibration.lockstep import Stop, lockstep
 from qforge.calibration.room import Kept, Room
 from qforge.calibration.statistics import Sums
 from qforge.calibration.transforms import PROBE, Folds, choose_folds
 from qforge.methods import Options, Quantizer, Stats, Transform, statistics_needed
-from qforge.models.blocks import BlockModel
+from qforge.models.blocks import BlockModel, release
 from qforge.models.experts import routed_rows
 from qforge.progress import Progress
 from qforge.qlinear import QuantizedLinear
@@ -30,7 +32,20 @@ from qforge.scheme import Scheme
 from qforge.types import LayerResult
 
 BATCH_TOKENS = 2048  # enough for matrix products at full speed; what a block holds for one batch grows with it
-Hidden = dict[str, torch.Tensor]
+SAVING_SHARE = 20  # hidden states are kept so seldom that keeping them takes at most one part of so many
+
+
+class Held(Protocol):
+    """A tensor that is read when it is wanted."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def load(self) -> torch.Tensor:
+        """The tensor."""
+
+
+Hidden = Mapping[str, Held]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +69,7 @@ class Store:
         save: keep a block's piece.
         load_hidden: hidden states after block `index`, or None.
         save_hidden: keep them (and forget those of earlier blocks).
-        hidden_every: seconds that pass before hidden states are kept again; a resumed run replays the finished blocks since then.
+        hidden_every: seconds that pass at least before hidden states are kept again; a resumed run replays the finished blocks since then.
     """
 
     load: Callable[[int], Piece | None]
@@ -122,46 +137,48 @@ def quantize_blocks(job: Job, windows: torch.Tensor | None, store: Store, progre
     if finished == stages:
         return
     streams = None if windows is None else _inputs_of(job, finished, windows, store)
-    kept = time.monotonic()
+    clock, kept, took = job.room.clock, time.monotonic(), 0.0
     for index in progress.track(range(finished, stages), "quantize", stages - finished):
-        if index == blocks.num_blocks:
-            store.save(index, _head(job, streams))
-            continue
-        store.save(index, _quantize_block(job, index, streams))
-        if streams is not None and index + 1 < stages and time.monotonic() - kept >= store.hidden_every:
-            store.save_hidden(index, _to_tensors(streams))
-            kept = time.monotonic()
+        piece = _head(job, streams) if index == blocks.num_blocks else _quantize_block(job, index, streams)
+        with clock.part("write"):
+            store.save(index, piece)
+            if streams is not None and index + 1 < stages and time.monotonic() - kept >= max(store.hidden_every, SAVING_SHARE * took):
+                start = time.monotonic()
+                store.save_hidden(index, _named(streams))
+                kept = time.monotonic()
+                took = kept - start
 
 
 def _inputs_of(job: Job, index: int, windows: torch.Tensor, store: Store) -> Streams:
     """Hidden states that block `index` takes: the newest kept ones, replayed through the finished blocks after them."""
     batches = windows.split(max(1, BATCH_TOKENS // windows.shape[1]))
-    *embedded, probe = job.blocks.embed([*batches, windows[:1, :PROBE]])  # also records what blocks are called with
-    start, streams = 0, None
-    for done in range(index - 1, -1, -1):
-        hidden = store.load_hidden(done)
-        if hidden is not None:
-            start, streams = done + 1, _from_tensors(hidden, len(batches), job, probe)
-            break
-    if streams is None:
-        original = [job.room.keep(h) for h in embedded] if "cross" in job.needs else None
-        streams = Streams([job.room.keep(h) for h in embedded], original, probe)
-    del embedded
-    for done in range(start, index):
+    found = next(((done, hidden) for done in range(index - 1, -1, -1) if (hidden := store.load_hidden(done)) is not None), None)
+    streams = Streams([], [] if "cross" in job.needs else None, torch.empty(0))
+    with job.room.clock.part("load"):
+        for embedded in job.blocks.embed([windows[:1, :PROBE], *batches]):  # also records what blocks are called with
+            if not streams.probe.numel():
+                streams.probe = embedded
+            elif found is None:
+                _add(job, streams, embedded, embedded)
+    if found is not None:
+        for i in range(len(batches)):
+            _add(job, streams, found[1][f"quantized.{i}"].load(), found[1][f"original.{i}"].load() if streams.original is not None else None)
+    for done in range(0 if found is None else found[0] + 1, index):
         piece = store.load(done)
         assert piece is not None
         _replay(job, done, piece, streams)
     return streams
 
 
-def _to_tensors(streams: Streams) -> Hidden:
-    hidden = {f"quantized.{i}": h.load() for i, h in enumerate(streams.quantized)}
-    return hidden | {f"original.{i}": h.load() for i, h in enumerate(streams.original or [])}
+def _add(job: Job, streams: Streams, quantized: torch.Tensor, original: torch.Tensor | None) -> None:
+    streams.quantized.append(job.room.keep(quantized))
+    if streams.original is not None and original is not None:
+        streams.original.append(job.room.keep(original))
 
 
-def _from_tensors(hidden: Hidden, count: int, job: Job, probe: torch.Tensor) -> Streams:
-    original = [job.room.keep(hidden[f"original.{i}"]) for i in range(count)] if "cross" in job.needs else None
-    return Streams([job.room.keep(hidden[f"quantized.{i}"]) for i in range(count)], original, probe)
+def _named(streams: Streams) -> Hidden:
+    hidden = {f"quantized.{i}": h for i, h in enumerate(streams.quantized)}
+    return hidden | {f"original.{i}": h for i, h in enumerate(streams.original or [])}
 
 
 def _replay(job: Job, index: int, piece: Piece, streams: Streams) -> None:
@@ -175,11 +192,12 @@ def _replay(job: Job, index: int, piece: Piece, streams: Streams) -> None:
         q = piece.linears.get(name)
         return None if q is None else numerics.input_rounding(q.scheme, q.input_scale)
 
-    with job.blocks.block(index, dequantized, rounding) as module:
-        _advance(job, index, module, streams.quantized)
-    if streams.original is not None:
-        with job.blocks.block(index) as module:
-            _advance(job, index, module, streams.original)
+    with job.room.clock.part("replay"):
+        with job.blocks.block(index, dequantized, rounding) as module:
+            _advance(job, index, module, streams.quantized)
+        if streams.original is not None:
+            with job.blocks.block(index) as module:
+                _advance(job, index, module, streams.original)
 
 
 def _advance(job: Job, index: int, module: nn.Module, hidden: list[Kept]) -> None:
@@ -190,19 +208,25 @@ def _advance(job: Job, index: int, module: nn.Module, hidden: list[Kept]) -> Non
 
 
 def _quantize_block(job: Job, index: int, streams: Streams | None) -> Piece:
-    with job.blocks.block(index) as module:
+    clock = job.room.clock
+    with contextlib.ExitStack() as stack:
+        with clock.part("load"):
+            module = stack.enter_context(job.blocks.block(index))
         linears = {n: m for n, m in job.blocks.linears(index).items() if n in job.schemes}
         done: dict[str, tuple[QuantizedLinear, LayerResult]] = {}
         folds = Folds()
         largest: dict[str, torch.Tensor] = {}  # inputs of experts, by projection: what an expert without tokens would be given is what the others are given
         if streams is not None:
             if job.transforms:
-                folds = choose_folds(job.blocks, index, module, streams.quantized, streams.probe, job.transforms, job.schemes, job.options)
-            _quantize_in_order(job, index, module, linears, streams, folds, done, largest)
-        for name, linear in linears.items():  # without statistics, or never reached by them
-            if name not in done:
-                unreached = None if streams is None else Stats(0, absmax=largest.get(_kind(name)))
-                done[name] = quantize_linear(name, linear.weight.detach(), job.schemes[name], job.quantizer, unreached, job.options)
+                with clock.part("transform"):
+                    folds = choose_folds(job.blocks, index, module, streams.quantized, streams.probe, job.transforms, job.schemes, job.options)
+            with clock.part("forward"):
+                _quantize_in_order(job, index, module, linears, streams, folds, done, largest)
+        with clock.part("solve"):
+            for name, linear in linears.items():  # without statistics, or never reached by them
+                if name not in done:
+                    unreached = None if streams is None else Stats(0, absmax=largest.get(_kind(name)))
+                    done[name] = quantize_linear(name, linear.weight.detach(), job.schemes[name], job.quantizer, unreached, job.options)
     return Piece({n: done[n][0] for n in linears}, [done[n][1] for n in linears], folds.tensors)
 
 
@@ -226,17 +250,19 @@ def _quantize_in_order(
     roundings: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
     outputs: list[Kept] = []
     stats: Stats | None = None
+    passed: nn.Linear | None = None
     for stop in lockstep(linears, run, streams.quantized, outputs, job.room, roundings):
-        linear = linears[stop.name]
+        if passed is not None:
+            release(passed)  # every batch that runs it has done so
+        linear = passed = linears[stop.name]
         if not stop.repeated or stats is None:
-            sums = Sums(job.needs, linear.in_features)
-            for batch, x, rows in zip(stop.batches, stop.inputs(), stop.rows, strict=True):
-                sums.add(x, None if originals is None else originals.take(stop.name, batch, x, rows))
-            stats = sums.stats()
+            stats = None  # before the next linear's come into being
+            stats = _gather(job, stop, linear.in_features, originals)
         if stats.absmax is not None and stop.name in job.blocks.experts:
             largest[_kind(stop.name)] = torch.maximum(stats.absmax, largest.get(_kind(stop.name), stats.absmax))
-        q, _ = done[stop.name] = quantize_linear(stop.name, linear.weight.detach(), job.schemes[stop.name], job.quantizer, stats, job.options)
-        linear.weight = nn.Parameter(numerics.dequantize(q), requires_grad=False)
+        with job.room.clock.part("solve"):
+            q, _ = done[stop.name] = quantize_linear(stop.name, linear.weight.detach(), job.schemes[stop.name], job.quantizer, stats, job.options)
+            linear.weight = nn.Parameter(numerics.dequantize(q), requires_grad=False)
         rounding = numerics.input_rounding(q.scheme, q.input_scale)
         if rounding is not None:
             roundings[stop.name] = rounding
@@ -245,6 +271,17 @@ def _quantize_in_order(
 
 def _kind(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def _gather(job: Job, stop: Stop, in_features: int, originals: _Originals | None) -> Stats:
+    """Statistics of what all batches that wait will feed a linear."""
+    with job.room.clock.part("statistics"):
+        sums = Sums(job.needs, in_features)
+        for batch, x, rows in zip(stop.batches, stop.inputs(), stop.rows, strict=True):
+            sums.add(x, None if originals is None else originals.take(stop.name, batch, x, rows))
+        stats = sums.stats()
+        stats.clock = job.room.clock
+        return stats
 
 
 class _Originals:
@@ -291,13 +328,20 @@ class _Originals:
 def _head(job: Job, streams: Streams | None) -> Piece:
     name = job.blocks.head_name
     assert name is not None
-    weight = job.blocks.head_weight()
-    stats = None
-    if streams is not None:
-        sums = Sums(job.needs, weight.shape[1])
-        originals = [job.room.copy(x) for x in job.blocks.head_inputs(h.load() for h in streams.original or [])]
-        for i, x in enumerate(job.blocks.head_inputs(h.load() for h in streams.quantized)):
-            sums.add(x, originals[i].load() if originals else None)
-        stats = sums.stats()
-    q, layer = quantize_linear(name, weight, job.schemes[name], job.quantizer, stats, job.options)
+    with job.room.clock.part("load"):
+        weight = job.blocks.head_weight()
+    with job.room.clock.part("statistics"):
+        stats = None if streams is None else _head_statistics(job, weight.shape[1], streams)
+    with job.room.clock.part("solve"):
+        q, layer = quantize_linear(name, weight, job.schemes[name], job.quantizer, stats, job.options)
     return Piece({name: q}, [layer])
+
+
+def _head_statistics(job: Job, in_features: int, streams: Streams) -> Stats:
+    sums = Sums(job.needs, in_features)
+    originals = [job.room.copy(x) for x in job.blocks.head_inputs(h.load() for h in streams.original or [])]
+    for i, x in enumerate(job.blocks.head_inputs(h.load() for h in streams.quantized)):
+        sums.add(x, originals[i].load() if originals else None)
+    stats = sums.stats()
+    stats.clock = job.room.clock
+    return stats

@@ -40,7 +40,7 @@ class Sums:
                 self._hessian[start:, start:end].addmm_(x[:, start:].T, x[:, start:end])
         if self._cross is not None and originals is not None:
             here = originals.reshape(x.shape)
-            self._cross.addmm_((here.float() - x.to(here.dtype).float()).T, x)  # rounded alike: equal inputs have no difference
+            self._cross.addmm_(here.float().sub_(x.to(here.dtype)).T, x)  # rounded alike: equal inputs have no difference
         if self._absmax is not None:
             self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
         if self._sample is not None:

@@ -41,7 +41,7 @@ class TransformersEngine:
 
     def hidden(self, windows: list[list[int]], done: Callable[[int], None] = lambda block: None) -> list[torch.Tensor]:
         """Hidden states `[T, D]` fp32 after the last block, one tensor a window; `done` is told of every finished block."""
-        states = self._blocks.embed([torch.tensor(batch) for batch in _batches(windows)])
+        states = list(self._blocks.embed(torch.tensor(batch) for batch in _batches(windows)))
         for index in range(self._blocks.num_blocks):
             with self._blocks.block(index) as module:
                 for i, batch in enumerate(states):

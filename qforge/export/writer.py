@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -52,13 +53,13 @@ def write_safetensors(folder: Path, pieces: Sequence[Piece], *, stem: str = "mod
     shards = _shards(pieces, shard_bytes)
     if len(shards) == 1:
         path = folder / f"{stem}.safetensors"
-        _write_file(path, shards[0])
+        _write_entries(path, shards[0])
         return [path]
     paths: list[Path] = []
     weight_map: dict[str, str] = {}
     for i, entries in enumerate(shards):
         path = folder / f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(path, entries)
+        _write_entries(path, entries)
         paths.append(path)
         weight_map |= dict.fromkeys((e.name for e in entries), path.name)
     total = sum(e.size for entries in shards for e in entries)
@@ -92,8 +93,18 @@ def _aligned(entries: list[_Entry]) -> list[_Entry]:
     return entries
 
 
-def _write_file(path: Path, entries: Sequence[_Entry]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def write_file(path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str]) -> None:
+    """Write the pieces to one file, wide types first, whole or not at all.
+
+    Raises:
+        OutputError: the disk is full or cannot be written.
+    """
+    entries = [_Entry(name, info, piece) for piece in pieces for name, info in piece.infos.items()]
+    _write_entries(path, _aligned(entries), metadata)
+
+
+def _write_entries(path: Path, entries: Sequence[_Entry], metadata: Mapping[str, str] = MappingProxyType({"format": "pt"})) -> None:
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for e in entries:
         header[e.name] = {"dtype": _TYPES[e.info.dtype], "shape": list(e.info.shape), "data_offsets": [offset, offset + e.size]}

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from qforge.clock import Clock
 from qforge.errors import NumericalError
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
@@ -45,6 +46,7 @@ class Stats:
         absmax: `[I]` fp32, the largest magnitudes.
         sample: `[S, I]` fp32, evenly spaced rows of x.
         factors: results that a method derived from the Hessian, kept for the next linear with the same input.
+        clock: where a method that has parts says what each took.
     """
 
     tokens: int
@@ -53,6 +55,7 @@ class Stats:
     absmax: torch.Tensor | None = None
     sample: torch.Tensor | None = None
     factors: dict[object, object] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
 
 
 class Quantizer(Protocol):

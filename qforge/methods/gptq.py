@@ -19,6 +19,8 @@ Letters: O output features, I input features.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +29,7 @@ from qforge import numerics
 from qforge.errors import NumericalError
 from qforge.methods import native, refine, scales
 from qforge.methods.base import Options, Stats, check_finite
+from qforge.methods.factor import inverse_factor
 from qforge.qlinear import QuantizedLinear, code_dtype
 from qforge.scheme import Scheme
 
@@ -41,13 +44,13 @@ class _Factor:
 
     Attributes:
         order: `[I]`, in which columns are solved.
-        hessian: `[I, I]` fp32, damped.
+        diagonal: `[I]` fp32, the Hessian's, damped.
         lower: `[I, I]` fp32, U^T in that order; None when there is none at any damping.
         note: what the report should say.
     """
 
     order: torch.Tensor
-    hessian: torch.Tensor
+    diagonal: torch.Tensor
     lower: torch.Tensor | None
     note: str | None
 
@@ -82,7 +85,8 @@ class GPTQ:
         scale, zero = scales.choose(target, scheme, stats.hessian.diagonal(), options.scale_search)
         q = QuantizedLinear(scheme, _solve(target, scheme, scale, zero, factor.order, factor.lower), scale, zero, super_scales=numerics.super_scales(target, scheme))
         if options.refine and refine.applies(scheme):
-            q = refine.refine(target, q, factor.hessian, options.refine)
+            with stats.clock.part("refine"), _damped(stats.hessian, factor) as hessian:
+                q = refine.refine(target, q, hessian, options.refine)
         return q, factor.note
 
 
@@ -124,28 +128,26 @@ def _factorize(hessian: torch.Tensor, tokens: int, options: Options) -> _Factor:
     mean = float(diagonal[~dead].double().mean()) if not dead.all() else 1.0
     damping = first = damping_for(tokens, len(diagonal), options.damping)
     while damping <= max(first, _DAMPING_LIMIT):
-        damped = hessian + torch.diag(torch.where(dead, torch.full_like(diagonal, mean), torch.full_like(diagonal, damping * mean)))
-        lower = _inverse_factor(damped[order][:, order]) if damped.diagonal().isfinite().all() else None
+        damped = diagonal + torch.where(dead, mean, damping * mean)
+        lower = inverse_factor(hessian, order, damped) if damped.isfinite().all() else None
         if lower is not None:
             if damping != first:
                 notes.append(f"damping raised to {damping:g} to keep the Hessian positive definite")
             return _Factor(order, damped, lower, "; ".join(notes) or None)
         damping = max(damping, 1e-4) * _DAMPING_FACTOR
     notes.append("the Hessian is not positive definite at any damping: rounded to nearest")
-    return _Factor(order, hessian, None, "; ".join(notes))
+    return _Factor(order, diagonal.clone(), None, "; ".join(notes))
 
 
-def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
-    """U^T `[I, I]` fp32 for the upper U with U^T U = H^-1, or None when H is not positive definite; computed in fp64.
-
-    U is the inverse of the upper R with R R^T = H, and R is the Cholesky factor of H with rows and columns reversed: one factorization and
-    one triangular inverse, half of the work of inverting H and factorizing again.
-    """
-    reversed_lower, failed = torch.linalg.cholesky_ex(hessian.double().flip(0, 1))
-    if failed:
-        return None
-    upper = torch.linalg.solve_triangular(reversed_lower.flip(0, 1), torch.eye(len(hessian), dtype=torch.float64), upper=True)
-    return upper.T.float().contiguous() if torch.isfinite(upper).all() else None
+@contextlib.contextmanager
+def _damped(hessian: torch.Tensor, factor: _Factor) -> Iterator[torch.Tensor]:
+    """The damped Hessian for a while, in the memory of the plain one."""
+    plain = hessian.diagonal().clone()
+    hessian.diagonal().copy_(factor.diagonal)
+    try:
+        yield hessian
+    finally:
+        hessian.diagonal().copy_(plain)
 
 
 def _solve(weight: torch.Tensor, scheme: Scheme, scale: torch.Tensor, zero: torch.Tensor | None, order: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ Letters: O output features, I input features, C groups, G inputs of a group.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,9 @@ from qforge import numerics
 from qforge.methods import native
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Per, Scheme, Symmetry
+
+ELEMENTS = 1 << 22  # of a weight (or of its scales' equations) refined at once: rows are independent, and half a dozen arrays of that size are held
+SYSTEMS = 64  # rows whose scales are solved for at once, which copies their matrices
 
 
 def applies(scheme: Scheme) -> bool:
@@ -32,9 +36,20 @@ def refine(weight: torch.Tensor, q: QuantizedLinear, hessian: torch.Tensor, swee
         hessian: `[I, I]` fp32, symmetric, damped.
         sweeps: over scales and codes.
     """
-    in_features = weight.shape[1]
-    group = (torch.arange(in_features) // q.scheme.granularity.group_size(in_features)).int()
-    q = replace(q, codes=q.codes.clone())
+    rows = max(SYSTEMS, ELEMENTS // max(weight.shape[1], q.scales.shape[1] ** 2))
+    parts = [_refine_rows(w, replace(q, codes=c, scales=s, zeros=z), hessian, sweeps) for w, c, s, z in _by_rows(weight, q, rows)]
+    return replace(q, codes=torch.cat([p.codes for p in parts]), scales=torch.cat([p.scales for p in parts]))
+
+
+def _by_rows(weight: torch.Tensor, q: QuantizedLinear, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Weight, codes, scales and zeros of a few rows at a time."""
+    for start in range(0, len(weight), rows):
+        part = slice(start, start + rows)
+        yield weight[part], q.codes[part].clone(), q.scales[part], None if q.zeros is None else q.zeros[part]
+
+
+def _refine_rows(weight: torch.Tensor, q: QuantizedLinear, hessian: torch.Tensor, sweeps: int) -> QuantizedLinear:
+    group = (torch.arange(q.in_features) // q.scheme.granularity.group_size(q.in_features)).int()
     error, gradient = _error(weight, q, hessian)
     for _ in range(sweeps):
         fitted = replace(q, scales=_fitted_scales(q, gradient, hessian))
@@ -73,7 +88,7 @@ def _fitted_scales(q: QuantizedLinear, gradient: torch.Tensor, hessian: torch.Te
     slope = (gradient.view_as(by_group_OCG) * by_group_OCG).sum(2)
     diagonal = normal.diagonal(dim1=1, dim2=2)
     diagonal += 1e-6 * diagonal + (diagonal <= 0)  # a group of zeros has no say
-    change = torch.linalg.solve(normal, slope)
+    change = torch.cat([torch.linalg.solve(*part) for part in zip(normal.split(SYSTEMS), slope.split(SYSTEMS), strict=True)])
     wanted = q.scales + change.nan_to_num(0.0, 0.0, 0.0).clamp(-q.scales / 2, q.scales / 2)
     return numerics.round_scale(wanted, q.scheme.scale.type)
 

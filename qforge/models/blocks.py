@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ class BlockModel:
         routers: what decides over experts and stays as it is: shape by module name.
         experts: linears of experts, by module name, with the share of tokens that each is given if all are given as many.
         head_name: module name of the output head (`lm_head`), None where the model has none.
+        embedding_name: of the embedding's weight.
         vocab_size, hidden_size: shape of the embedding.
     """
 
@@ -56,6 +57,7 @@ class BlockModel:
         head = self._module.get_output_embeddings()
         names = {id(m): n for n, m in self._module.named_modules()}
         self.head_name: str | None = names.get(id(head)) if head is not None else None
+        self.embedding_name = f"{names[id(self._module.get_input_embeddings())]}.weight"
         embedding = self._module.get_input_embeddings().weight
         self.vocab_size, self.hidden_size = int(embedding.shape[0]), int(embedding.shape[1])
         self.routers = {experts.stored_module(self._stored, name): shape for name, shape in experts.routers(self._module).items()}
@@ -76,12 +78,13 @@ class BlockModel:
         """The linear layers of a block by full module name, in the order of the modelling code (their weights may be on the meta device)."""
         return {self.full_name(index, n): m for n, m in self._blocks[index].named_modules() if isinstance(m, nn.Linear)}
 
-    @torch.no_grad()
-    def embed(self, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def embed(self, batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Token ids `[B, T]` -> the hidden states `[B, T, D]` fp32 that the first block takes, batch by batch; remembers what the blocks of each shape are called with."""
         with self._outer(self._module.base_model):
-            return [self._embed(windows) for windows in batches]
+            for windows in batches:
+                yield self._embed(windows)
 
+    @torch.no_grad()
     def _embed(self, windows: torch.Tensor) -> torch.Tensor:
         calls: list[Call] = []
         inputs: list[torch.Tensor] = []
@@ -113,11 +116,12 @@ class BlockModel:
             value = replace(full)
             state[name] = (self._weights.read(full) if value is None else value).float()
         module.load_state_dict(state, strict=True, assign=True)
+        state.clear()  # a weight that is replaced while the block is open goes
         try:
             with _rounded_inputs(self.linears(index), rounding or self._own_rounding):
                 yield module
         finally:
-            _release(module)
+            release(module)
 
     def _own_rounding(self, name: str) -> Rounding | None:
         scheme = self._model.schemes.get(name)
@@ -168,8 +172,7 @@ class BlockModel:
         """The output head's weight `[V, D]` fp32; the embedding's when tied."""
         name = f"{self.head_name}.weight"
         if name not in set(self._weights.names()):
-            embedding = self._module.get_input_embeddings()
-            name = next(n for n, m in self._module.named_modules() if m is embedding) + ".weight"
+            name = self.embedding_name
         return self._weights.read(name).float()
 
     @contextlib.contextmanager
@@ -197,7 +200,7 @@ class BlockModel:
             yield
         finally:
             for module in loaded:
-                _release(module, recurse=False)
+                release(module, recurse=False)
 
     @contextlib.contextmanager
     def _patched(self, forward: Callable[[int], Callable[..., torch.Tensor]]) -> Iterator[None]:
@@ -255,7 +258,8 @@ def _persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(n, b) for n, b in module.named_buffers() if n in persistent]
 
 
-def _release(module: nn.Module, recurse: bool = True) -> None:
+def release(module: nn.Module, recurse: bool = True) -> None:
+    """Let go of the memory of a module's parameters: they go to the meta device."""
     for m in module.modules() if recurse else [module]:
         for name, parameter in m._parameters.items():
             if parameter is not None:

@@ -237,7 +237,9 @@ def _resources(results: Mapping[str, Any]) -> Table:
     rows: list[Row] = [("peak memory", size(results.get("peak_rss_bytes")))]
     rows += [(f"  {name}", size(value)) for name, value in (results.get("memory") or {}).items()]
     rows.append(("time", seconds(sum(timings.values()))))
-    rows += [(f"  {name}", seconds(value)) for name, value in timings.items()]
+    for stage, value in timings.items():
+        rows.append((f"  {stage}", seconds(value)))
+        rows += [(f"    of which {part}", seconds(share)) for part, share in ((results.get("parts") or {}).get(stage) or {}).items()]
     rows.append(("work", ", ".join(f"{value} pieces {name}" for name, value in work.items()) or MISSING))
     return Table("Memory and time", ("", "value"), rows)
 

@@ -13,6 +13,7 @@ import transformers
 from qforge import __version__
 from qforge.calibration.room import Room
 from qforge.calibration.sequential import Job, quantize_blocks
+from qforge.clock import Clock
 from qforge.export.hf import write_artifact
 from qforge.files import sha256_tree, size_of
 from qforge.models.blocks import BlockModel
@@ -45,14 +46,14 @@ def clear_others(out: Path, recipe: Recipe, model_sha256: str, plan: Plan, texts
             shutil.rmtree(out / name, ignore_errors=True)
 
 
-def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, texts: Texts, budget: int, journal: Journal, progress: Progress) -> BlockPieces:
-    """Quantize every planned linear, with `budget` bytes of activations in memory; finished blocks are taken up from the journal."""
+def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, texts: Texts, budget: int, journal: Journal, clock: Clock, progress: Progress) -> BlockPieces:
+    """Quantize every planned linear, with `budget` bytes of activations in memory; finished blocks are taken up from the journal. `clock` is told what its parts take."""
     calibration = texts.calibration
     root = root_key(recipe, model_sha256, plan, texts)
     stages = 0 if plan.quantizer is None else blocks.num_blocks + (blocks.head_name in plan.schemes)
     pieces = BlockPieces(journal, root, stages)
     if plan.quantizer is not None:
-        job = Job(blocks, plan.quantizer, plan.schemes, plan.options, Room(journal.folder, budget), plan.transforms)
+        job = Job(blocks, plan.quantizer, plan.schemes, plan.options, Room(journal.folder, budget, clock), plan.transforms)
         quantize_blocks(job, None if calibration is None else calibration.ids, pieces.store(), progress)
         pieces.drop_hidden()
     return pieces

@@ -12,12 +12,17 @@ from qforge.errors import RecipeError
 from qforge.models.blocks import BlockModel
 from qforge.plan import Plan
 
-PROCESS = 470 << 20  # Python, torch, transformers, tokenizer and headers: measured before the first block is read
+PROCESS = 400 << 20  # Python, torch, transformers, tokenizer and headers, buffers of the matrix products: what is resident beside tensors while blocks are quantized
+RUNTIME = 70 << 20  # what evaluating adds to that
 BATCH_TOKENS = 2048  # of calibration.sequential
 CHUNK = 128  # positions whose logits exist at once
-HELD = 4  # arrays of the hidden width that a decoder block keeps of every token while it waits at a linear: residual, normed input, query, key and value
 ACTIVATIONS = "activations of the calibration text, up to their budget"
-FACTOR_BYTES = 28  # of one square matrix element while its factor is made: Hessian fp32, damped and factors fp64
+FACTOR_BYTES = 12  # of an element of the factor while it is made: fp64, and fp32 at the end
+SOLVING_BYTES = 16  # of an element of a weight while it is solved or judged: its target and three arrays on the way
+# What a block takes beside its products at full speed, measured on TinyLlama's shape: norms, attention and activations; conversions; and in products of
+# [O, I] and [I, I], what correcting, solving and judging a linear takes, and refining it.
+FORWARD, STATISTICS, SOLVE, CORRECT, REFINE, SWEEP = 1.25, 1.15, 6.5, 3.0, 1.0, 4.6
+SPILL_RATE = 2e9  # bytes a second to and from the page cache
 SCORING_COPIES = 8  # fp32 arrays [CHUNK, vocabulary] that comparing two models holds
 
 
@@ -74,37 +79,76 @@ def activation_budget(plan: Plan, blocks: BlockModel, calibration_tokens: int, e
     return limit - fixed
 
 
-def _block_shapes(plan: Plan, blocks: BlockModel) -> list[tuple[int, int, float]]:
-    """`(out, in)` of the linears of the largest block, and the share of tokens that each is given."""
-    by_block = [[(p.out_features, p.in_features, blocks.experts.get(p.name, 1.0)) for p in plan.layers if p.name.startswith(f"{name}.")] for name in blocks.block_names]
-    return max(by_block, key=lambda shapes: sum(o * i for o, i, _ in shapes))
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One decoder block's linears, in order, and what its statistics are taken of.
+
+    Attributes:
+        shapes: `(out, in)`, and the share of the tokens that a linear is given.
+        inputs: widths of distinct inputs, and that share.
+        streams: 2 where the unquantized model runs beside the quantized one.
+        solves: whether a factor is made of the statistics.
+    """
+
+    shapes: list[tuple[int, int, float]]
+    inputs: list[tuple[int, float]]
+    streams: int
+    solves: bool
+
+    @property
+    def weights(self) -> int:
+        """Of all linears."""
+        return sum(o * i for o, i, _ in self.shapes)
+
+    @property
+    def work(self) -> float:
+        """Multiply-adds of one token."""
+        return sum(o * i * share for o, i, share in self.shapes)
+
+
+def _block(plan: Plan, blocks: BlockModel) -> _Block:
+    """The largest block's. Linears of one module share an input, but for the last of several, which takes what the module has made of the others."""
+    by_block = [[p for p in plan.layers if p.name.startswith(f"{name}.") and p.name not in blocks.routers] for name in blocks.block_names]
+    layers = max(by_block, key=lambda layers: sum(p.out_features * p.in_features for p in layers))
+    by_module: dict[str, list[tuple[int, float]]] = {}
+    for p in layers:
+        by_module.setdefault(p.name.rpartition(".")[0], []).append((p.in_features, blocks.experts.get(p.name, 1.0)))
+    inputs = [given for all_given in by_module.values() for given in ([*dict.fromkeys(all_given[:-1]), all_given[-1]])]
+    solves = plan.quantizer is not None and plan.quantizer.name in ("gptq", "auto")
+    return _Block([(p.out_features, p.in_features, blocks.experts.get(p.name, 1.0)) for p in layers], inputs, 2 if "cross" in plan.needs else 1, solves)
+
+
+def _kept_bytes(block: _Block, hidden: int) -> int:
+    """Of one token: both streams before a block, what the unquantized block feeds its linears in half precision, and what waits at the widest linear."""
+    return 4 * block.streams * hidden + (int(2 * sum(i * share for i, share in block.inputs)) if block.streams == 2 else 0) + 4 * (2 * hidden + max(i for _, i, _ in block.shapes))
 
 
 def _quantize_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
-    shapes = _block_shapes(plan, blocks)
-    widths = {i for _, i, _ in shapes}
-    streams = 2 if "cross" in plan.needs else 1
-    embedding = {"the embedding, as stored and in fp32": blocks.vocab_size * blocks.hidden_size * 8}
-    block = {"one decoder block in fp32, read and quantized": 3 * sum(o * i for o, i, _ in shapes) * 4}
-    if tokens:
-        block |= {
-            "outputs of its linears for one batch": int(min(tokens, BATCH_TOKENS) * sum(o * share for o, _, share in shapes)) * 4,
-            "one linear's statistics and their factor": max(widths) ** 2 * (FACTOR_BYTES + (4 if "cross" in plan.needs else 0)),
-            "what waiting batches hold": tokens * HELD * blocks.hidden_size * 4,
-        }
-    larger = max((embedding, block), key=lambda part: sum(part.values())) if tokens else block
-    return {
-        "Python, torch, transformers, tokenizer": PROCESS,
-        ACTIVATIONS: min(tokens * streams * blocks.hidden_size * 4, BUDGET),
-        **larger,
-    }
+    block, hidden = _block(plan, blocks), blocks.hidden_size
+    fixed = {"Python, torch, transformers, tokenizer": PROCESS}
+    if not tokens:
+        return fixed | {"one decoder block in fp32, read and quantized": 4 * block.weights + block.weights}
+    fixed[ACTIVATIONS] = min(tokens * _kept_bytes(block, hidden), BUDGET)
+    moments = [{"the embedding, as stored and in fp32": blocks.vocab_size * hidden * (4 + blocks.stored_dtype(blocks.embedding_name).itemsize)}]
+    widest = max(i for _, i, _ in block.shapes)
+    batch = {"what the block's code holds for one batch": min(tokens, BATCH_TOKENS) * (3 * 4 * (hidden + widest) + 6 * widest)}
+    moments.append({"one decoder block in fp32": 4 * block.weights} | batch)
+    finished = 0
+    for out, width, _ in block.shapes:
+        rest = {"weights of the block that are still wanted, and codes": 4 * (block.weights - finished) + finished}
+        statistics = {"one linear's statistics": width**2 * 4 * block.streams}
+        factor = width**2 * FACTOR_BYTES if block.solves else 0
+        moments.append(rest | statistics | {"one linear's factor": factor})
+        moments.append(rest | statistics | {"one linear's factor": factor // 3, "one linear on its way": SOLVING_BYTES * out * width})
+        finished += out * width
+    return fixed | max(moments, key=lambda parts: sum(parts.values()))
 
 
 def _choose_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
-    shapes = _block_shapes(plan, blocks)
+    block = _block(plan, blocks)
     gradients = {
-        "one decoder block in fp32, read": 2 * sum(o * i for o, i, _ in shapes) * 4,
-        "what a block keeps of one batch for its gradients": int(min(tokens, BATCH_TOKENS) * sum((o + i) * share for o, i, share in shapes)) * 4,
+        "one decoder block in fp32, read": 2 * block.weights * 4,
+        "what a block keeps of one batch for its gradients": int(min(tokens, BATCH_TOKENS) * sum((o + i) * share for o, i, share in block.shapes)) * 4,
     }
     head = {
         "the output head, as stored and in fp32": blocks.vocab_size * blocks.hidden_size * 8,
@@ -120,7 +164,7 @@ def _choose_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int
 
 def _evaluate_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
     return {
-        "Python, torch, transformers, tokenizer": PROCESS,
+        "Python, torch, transformers, tokenizer": PROCESS + RUNTIME,
         "the quantized model, packed in the runtime": plan.size_bytes,
         "the original's head in fp32": blocks.vocab_size * blocks.hidden_size * 4,
         "hidden states of the evaluation text": tokens * blocks.hidden_size * 4,
@@ -129,26 +173,26 @@ def _evaluate_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, i
 
 
 def _seconds(plan: Plan, blocks: BlockModel, calibration: int, evaluation: int, passes: int) -> dict[str, float]:
-    shapes = _block_shapes(plan, blocks)
-    rate = gemm_rate()
-    weights = sum(o * i * share for o, i, share in shapes) * blocks.num_blocks
+    rate, block = gemm_rate(), _block(plan, blocks)
     head = blocks.vocab_size * blocks.hidden_size
-    inputs = sum(i * i * share for _, i, share in shapes) * 4 / 7 * blocks.num_blocks  # linears that share an input share its statistics: 4 inputs for 7 linears
-    corrected = "cross" in plan.needs
-    per_token = (1 + corrected + bool(plan.transforms)) * (weights + inputs)  # transforms see every block once more
-    per_linear = sum(o * i * i for o, i, _ in shapes) * blocks.num_blocks * (3 * plan.options.refine + 2 * corrected)
-    quantize = (calibration * per_token + per_linear) / rate if calibration else 0.0
-    return {"quantize": quantize + (0.5 if calibration else 0.05) * blocks.num_blocks, "evaluate": evaluation * passes * (weights + head) / rate}
+    seconds = block.weights * 2e-8
+    if calibration:
+        passes_over = block.streams + bool(plan.transforms)  # transforms see every block once more
+        products = FORWARD * passes_over * block.work + STATISTICS * (block.streams - 0.5) * sum(i * i * share for i, share in block.inputs)  # half of the Hessian is computed
+        seconds += calibration * products / rate + 2 * calibration * _kept_bytes(block, blocks.hidden_size) / SPILL_RATE
+    if calibration and block.solves:
+        units = SOLVE + CORRECT * (block.streams - 1) + (REFINE + SWEEP * plan.options.refine if plan.options.refine else 0)
+        seconds += (units * sum(o * i * i for o, i, _ in block.shapes) + sum(i**3 for i, _ in block.inputs)) / rate
+    return {"quantize": seconds * blocks.num_blocks, "evaluate": evaluation * passes * (block.work * blocks.num_blocks + head) / rate}
 
 
 def _choose_seconds(plan: Plan, blocks: BlockModel, tokens: int, candidates: int) -> float:
     """One pass forward with statistics, every candidate rounded to, and one batch forward and back."""
-    shapes = _block_shapes(plan, blocks)
-    weights = sum(o * i * share for o, i, share in shapes) * blocks.num_blocks
-    inputs = sum(i * i * share for _, i, share in shapes) * 4 / 7 * blocks.num_blocks
-    tries = candidates * sum(o * i * i for o, i, _ in shapes) * blocks.num_blocks * 3
-    gradients = min(tokens, BATCH_TOKENS) * (2 * weights + 2 * blocks.vocab_size * blocks.hidden_size)
-    return (tokens * (weights + inputs) + tries + gradients) / gemm_rate() + 0.5 * blocks.num_blocks
+    block, head = _block(plan, blocks), blocks.vocab_size * blocks.hidden_size
+    forward = tokens * (FORWARD * block.work + STATISTICS * 0.5 * sum(i * i * share for i, share in block.inputs))
+    tries = candidates * (SOLVE * sum(o * i * i for o, i, _ in block.shapes)) + sum(i**3 for i, _ in block.inputs)
+    gradients = min(tokens, BATCH_TOKENS) * 2 * block.work
+    return (blocks.num_blocks * (forward + tries + gradients) + min(tokens, BATCH_TOKENS) * 2 * head) / gemm_rate()
 
 
 def gemm_rate() -> float:

@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from qforge import __version__
-from qforge.errors import OutputError
-from qforge.files import atomic
+from qforge.calibration.sequential import Held, Hidden
+from qforge.errors import ModelError
+from qforge.export.writer import Piece, write_file
+from qforge.models.shards import Shards
+from qforge.models.weights import TensorInfo
+
+_DAMAGED = (SafetensorError, KeyError, ValueError, OSError)
 
 
 def key(stage: str, **parts: Any) -> str:
@@ -42,34 +46,73 @@ class Journal:
 
     def load(self, name: str, *, count: bool = True) -> tuple[dict[str, torch.Tensor], Any] | None:
         """Tensors and JSON value of a piece, or None. A damaged file counts as absent."""
-        path = self.folder / f"{name}.safetensors"
+        path = self._path(name)
         if not path.exists():
             return None
         try:
             with safe_open(path, "pt") as f:
                 value = json.loads((f.metadata() or {})["json"])
                 tensors = {n: f.get_tensor(n) for n in f.keys()}  # noqa: SIM118  # not a dict
-        except (SafetensorError, KeyError, ValueError, OSError):
+        except _DAMAGED:
             path.unlink(missing_ok=True)
             return None
         if count:
             self._found.add(name)
         return tensors, value
 
-    def save(self, name: str, tensors: Mapping[str, torch.Tensor], value: Any, *, count: bool = True) -> None:
-        """Keep a piece."""
-        path = self.folder / f"{name}.safetensors"
-        with atomic(path) as temporary:
-            try:
-                save_file({n: t.contiguous() for n, t in tensors.items()}, temporary, metadata={"json": json.dumps(value)})
-            except SafetensorError as e:  # what it makes of the operating system's errors
-                raise OutputError(f"cannot write {path}: {e}; free some space and run again (finished work is kept)") from e
+    def value(self, name: str) -> Any:
+        """The JSON value alone of a piece that is there."""
+        with safe_open(self._path(name), "pt") as f:
+            return json.loads(f.metadata()["json"])
+
+    def stored(self, name: str) -> Hidden | None:
+        """The tensors of a piece, read one by one when they are wanted, or None."""
+        path = self._path(name)
+        if not path.exists():
+            return None
+        try:
+            shards = Shards([path])
+        except ModelError:
+            path.unlink(missing_ok=True)
+            return None
+        return {n: _Stored(shards, n) for n in shards.names()}
+
+    def save(self, name: str, tensors: Mapping[str, torch.Tensor | Held], value: Any, *, count: bool = True) -> None:
+        """Keep a piece; tensors that are read when they are wanted are in memory one at a time.
+
+        Raises:
+            OutputError: the disk is full or cannot be written.
+        """
+        write_file(self._path(name), [_written(n, t) for n, t in tensors.items()], {"json": json.dumps(value)})
         self.computed += count
 
     def has(self, name: str) -> bool:
         """Whether a piece is there (it may still turn out damaged)."""
-        return (self.folder / f"{name}.safetensors").exists()
+        return self._path(name).exists()
 
     def forget(self, name: str) -> None:
         """Remove a piece."""
-        (self.folder / f"{name}.safetensors").unlink(missing_ok=True)
+        self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+
+class _Stored:
+    """One tensor of a piece (`Held`)."""
+
+    def __init__(self, shards: Shards, name: str) -> None:
+        self._shards, self._name = shards, name
+        info = shards.info(name)
+        self.shape, self.dtype = torch.Size(info.shape), info.dtype
+
+    def load(self) -> torch.Tensor:
+        """Read it."""
+        return self._shards.read(self._name)
+
+
+def _written(name: str, tensor: torch.Tensor | Held) -> Piece:
+    def read() -> dict[str, torch.Tensor]:
+        return {name: tensor if isinstance(tensor, torch.Tensor) else tensor.load()}
+
+    return Piece({name: TensorInfo(tuple(tensor.shape), tensor.dtype)}, read)

@@ -10,16 +10,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from qforge.clock import Clock
 from qforge.files import write_text
 
 _M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 
 
 class Meter:
-    """Seconds and peak resident bytes by stage name; a stage that runs twice adds up its seconds and keeps its larger peak."""
+    """Seconds and peak resident bytes by stage name; a stage that runs twice adds up its seconds and keeps its larger peak. `clock`: the parts of quantizing."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.clock = Clock()
         self._recalled = False
         self.peaks: dict[str, int] = {"start": _status("VmRSS")}
 
@@ -37,13 +39,13 @@ class Meter:
 
     def keep(self, path: Path) -> None:
         """Remember this run's figures, so that a later run that finds all work done can state what the work took."""
-        write_text(path, json.dumps({"seconds": self.seconds, "peaks": self.peaks}))
+        write_text(path, json.dumps({"seconds": self.seconds, "peaks": self.peaks, "parts": self.clock.seconds}))
 
     def recall(self, path: Path) -> None:
         """State the figures of the run that did the work, instead of this one's; stays as it is when none are kept."""
         with contextlib.suppress(OSError, ValueError, KeyError):
             kept = json.loads(path.read_text())
-            self.seconds, self.peaks, self._recalled = kept["seconds"], kept["peaks"], True
+            self.seconds, self.peaks, self.clock.seconds, self._recalled = kept["seconds"], kept["peaks"], kept["parts"], True
 
     def peak(self) -> int:
         """Largest resident size of the process so far (or of the recalled run), bytes."""

@@ -73,6 +73,7 @@ def assemble(
         adapters=[asdict(a) for a in model.adapters],
         work={"computed": journal.computed, "resumed": journal.resumed},
         timings=meter.seconds,
+        parts={"quantize": meter.clock.seconds} if meter.clock.seconds else {},
         peak_rss_bytes=meter.peak(),
         memory=_memory(meter, estimate),
         environment=environment(),

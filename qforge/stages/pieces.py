@@ -40,7 +40,7 @@ class BlockPieces:
 
     def layers(self) -> list[LayerResult]:
         """What was measured of every quantized linear, in order."""
-        return [layer for i in range(len(self._names)) for layer in self._whole(i).layers]
+        return [LayerResult(**layer) for name in self._names for layer in self._journal.value(name)["layers"]]
 
     def linear(self, index: int, name: str) -> QuantizedLinear:
         """One quantized linear of a finished block."""
@@ -48,7 +48,7 @@ class BlockPieces:
 
     def names(self) -> dict[str, int]:
         """Block index of every quantized linear."""
-        return {name: i for i in range(len(self._names)) for name in self._whole(i).linears}
+        return {linear: i for i, name in enumerate(self._names) for linear in self._journal.value(name)["schemes"]}
 
     def changed(self) -> dict[str, torch.Tensor]:
         """Tensors beside the quantized linears that transforms changed, by name."""
@@ -73,8 +73,7 @@ class BlockPieces:
         self._journal.save(self._names[index], tensors, value)
 
     def _load_hidden(self, index: int) -> Hidden | None:
-        found = self._journal.load(self._hidden[index], count=False)
-        return None if found is None else found[0]
+        return self._journal.stored(self._hidden[index])
 
     def _save_hidden(self, index: int, hidden: Hidden) -> None:
         self._journal.save(self._hidden[index], hidden, None, count=False)

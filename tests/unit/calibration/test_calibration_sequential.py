@@ -43,7 +43,7 @@ class Memory:
         self.pieces[index] = piece
 
     def _save_hidden(self, index: int, hidden: Hidden) -> None:
-        self.hidden = {index: {n: h.clone() for n, h in hidden.items()}}
+        self.hidden = {index: {n: Room().keep(h.load().clone()) for n, h in hidden.items()}}
 
     def linears(self) -> dict[str, QuantizedLinear]:
         return {n: q for p in self.pieces.values() for n, q in p.linears.items()}

@@ -24,7 +24,7 @@ def blocks(tmp_path: Path) -> BlockModel:
 
 
 def test_inputs_are_rounded_before_the_product_while_the_block_is_open(blocks: BlockModel) -> None:
-    hidden = blocks.embed([torch.arange(3, 40)[None]])
+    hidden = list(blocks.embed([torch.arange(3, 40)[None]]))
     seen: dict[str, torch.Tensor] = {}
     with blocks.block(0, rounding=lambda name: numerics.input_rounding(SCHEME, SCALE) if name in NAMES else None) as module:
         linears = blocks.linears(0)

@@ -46,7 +46,7 @@ class Block:
 
     def __init__(self, folder: Path, family: str = "llama", index: int = 1) -> None:
         self.blocks = BlockModel(open_model(str(tiny.make(folder, family))))
-        self.probe = self.blocks.embed([torch.randint(3, 300, (1, 8), generator=torch.Generator().manual_seed(0))])[0]
+        self.probe = next(self.blocks.embed([torch.randint(3, 300, (1, 8), generator=torch.Generator().manual_seed(0))]))
         self.index = index
         self.context = self.blocks.block(index)
         self.module = self.context.__enter__()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
 
+from qforge.calibration.room import Room
 from qforge.calibration.sequential import Piece
 from qforge.errors import OutputError
 from qforge.methods import Options, find
@@ -71,21 +72,22 @@ def test_quantized_blocks_round_trip(tmp_path: Path) -> None:
 def test_only_the_newest_hidden_states_are_kept(tmp_path: Path) -> None:
     pieces = BlockPieces(Journal(tmp_path), "root", 3)
     store = pieces.store()
-    store.save_hidden(0, {"quantized.0": torch.ones(2, 3), "quantized.1": torch.zeros(1, 3)})
-    store.save_hidden(1, {"quantized.0": torch.full((2, 3), 2.0)})
+    room = Room()
+    store.save_hidden(0, {"quantized.0": room.keep(torch.ones(2, 3)), "quantized.1": room.keep(torch.zeros(1, 3))})
+    store.save_hidden(1, {"quantized.0": room.keep(torch.full((2, 3), 2.0))})
     assert store.load_hidden(0) is None
     found = store.load_hidden(1)
     assert found is not None
-    assert torch.equal(found["quantized.0"], torch.full((2, 3), 2.0))
+    assert torch.equal(found["quantized.0"].load(), torch.full((2, 3), 2.0))
     pieces.drop_hidden()
     assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("qforge.stages.journal.save_file", full)
-    with pytest.raises(OutputError, match=r"No space left.*free some space"):
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OutputError, match=r"the disk is full.*free some space"):
         Journal(tmp_path).save("x", {"a": torch.ones(1)}, None)
     assert not list(tmp_path.iterdir())

@@ -190,7 +190,10 @@ def page(content: dict[str, Any]) -> str:
     """The Markdown page."""
     shape, env, seen, billions = content["shape"], content["environment"], content["seen"], content["shape"]["parameters"] / 1e9
     units = {"peak_bytes": ("peak resident memory, MiB", 2**20), "weights_bytes": ("artifact, MB", 1e6), "seconds": ("seconds to quantize", 1)}
-    rows = [f"| {label} | {content['measured'][n] / u:,.0f} | {content['estimated'][n] / u:,.0f} | {content['estimated'][n] / content['measured'][n]:.2f} |" for n, (label, u) in units.items()]
+    rows = [
+        f"| {label} | {content['measured'][n] / u:,.0f} | {content['estimated'][n] / u:,.0f} | {content['estimated'][n] / content['measured'][n]:.2f} |"
+        for n, (label, u) in units.items()
+    ]
     timed = [f"| {name} | {value:,.1f} | {value / billions:,.1f} |" for name, value in (content["timings"] | {f"quantize: {n}": v for n, v in content["parts"].items()}).items()]
     return "\n".join([
         f"# GPTQ of {billions:.2f} billion random parameters, {shape['layers']} layers, {content['scheme']}", "",

@@ -139,10 +139,7 @@ def quantize_blocks(job: Job, windows: torch.Tensor | None, store: Store, progre
     streams = None if windows is None else _inputs_of(job, finished, windows, store)
     clock, kept, took = job.room.clock, time.monotonic(), 0.0
     for index in progress.track(range(finished, stages), "quantize", stages - finished):
-        if index == blocks.num_blocks:
-            piece = _head(job, streams)
-        else:
-            piece = _quantize_block(job, index, streams)
+        piece = _head(job, streams) if index == blocks.num_blocks else _quantize_block(job, index, streams)
         with clock.part("write"):
             store.save(index, piece)
             if streams is not None and index + 1 < stages and time.monotonic() - kept >= max(store.hidden_every, SAVING_SHARE * took):

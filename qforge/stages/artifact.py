@@ -45,9 +45,7 @@ def clear_others(out: Path, recipe: Recipe, model_sha256: str, plan: Plan, texts
             shutil.rmtree(out / name, ignore_errors=True)
 
 
-def quantize(
-    recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, texts: Texts, budget: int, journal: Journal, clock: Clock, progress: Progress
-) -> BlockPieces:
+def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, texts: Texts, budget: int, journal: Journal, clock: Clock, progress: Progress) -> BlockPieces:
     """Quantize every planned linear, with `budget` bytes of activations in memory; finished blocks are taken up from the journal. `clock` is told what its parts take."""
     calibration = texts.calibration
     root = root_key(recipe, model_sha256, plan, texts)

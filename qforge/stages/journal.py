@@ -21,7 +21,6 @@ from qforge.export.writer import Piece, write_file
 from qforge.models.shards import Shards
 from qforge.models.weights import TensorInfo
 
-
 _DAMAGED = (SafetensorError, KeyError, ValueError, OSError)
 
 

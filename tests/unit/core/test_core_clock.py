@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from qforge import clock as clocks
@@ -20,7 +22,7 @@ def test_inner_parts_are_taken_out_of_outer_ones(monkeypatch: pytest.MonkeyPatch
                 now[0] += 4
         now[0] += 8
     now[0] += 16  # in no part
-    with pytest.raises(ValueError, match="gone"), clock.part("inner"):
+    with contextlib.suppress(ZeroDivisionError), clock.part("inner"):
         now[0] += 32
-        raise ValueError("gone")
+        now[0] /= 0
     assert clock.seconds == {"outer": 13.0, "inner": 34.0}

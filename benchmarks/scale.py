@@ -190,15 +190,22 @@ def page(content: dict[str, Any]) -> str:
     """The Markdown page."""
     shape, env, seen, billions = content["shape"], content["environment"], content["seen"], content["shape"]["parameters"] / 1e9
     units = {"peak_bytes": ("peak resident memory, MiB", 2**20), "weights_bytes": ("artifact, MB", 1e6), "seconds": ("seconds to quantize", 1)}
-    rows = [f"| {label} | {content['measured'][n] / u:,.0f} | {content['estimated'][n] / u:,.0f} | {content['estimated'][n] / content['measured'][n]:.2f} |" for n, (label, u) in units.items()]
-    timed = [f"| {name} | {value:,.1f} | {value / billions:,.1f} |" for name, value in (content["timings"] | {f"quantize: {n}": v for n, v in content["parts"].items()}).items()]
-    return "\n".join([
-        f"# GPTQ of {billions:.2f} billion random parameters, {shape['layers']} layers, {content['scheme']}", "",
-        f"{content['date']}, {env['cpu']}, {env['threads']} threads, torch {env['torch']}; {content['calibration']['samples']} x {content['calibration']['length']} calibration tokens, sharded bf16, nothing evaluated.",
-        f"Spill files: {seen['spilled_bytes'] / 1e6:,.0f} MB at most. Process: {seen['seconds']:,.0f} s, {seen['user_seconds']:,.0f} s of user and {seen['system_seconds']:,.0f} s of system time.", "",
-        "| | measured | --dry-run | ratio |", "|---|---|---|---|", *rows, "",
-        "| part | seconds | per billion parameters |", "|---|---|---|", *timed,
-    ])  # fmt: skip
+    rows = []
+    for name, (label, unit) in units.items():
+        real, expected = content["measured"][name], content["estimated"][name]
+        rows.append(f"| {label} | {real / unit:,.0f} | {expected / unit:,.0f} | {expected / real:.2f} |")
+    parts = content["timings"] | {f"quantize: {name}": value for name, value in content["parts"].items()}
+    timed = [f"| {name} | {value:,.1f} | {value / billions:,.1f} |" for name, value in parts.items()]
+    tokens = f"{content['calibration']['samples']} x {content['calibration']['length']} calibration tokens"
+    process = f"{seen['seconds']:,.0f} s, {seen['user_seconds']:,.0f} s of user and {seen['system_seconds']:,.0f} s of system time"
+    head = [
+        f"# GPTQ of {billions:.2f} billion random parameters, {shape['layers']} layers, {content['scheme']}",
+        f"{content['date']}, {env['cpu']}, {env['threads']} threads, torch {env['torch']}; {tokens}, sharded bf16, nothing evaluated.",
+        f"Spill file: {seen['spilled_bytes'] / 1e6:,.0f} MB at most. Process: {process}.",
+        "\n".join(["| | measured | --dry-run | ratio |", "|---|---|---|---|", *rows]),
+        "\n".join(["| part | seconds | per billion parameters |", "|---|---|---|", *timed]),
+    ]
+    return "\n\n".join(head)
 
 
 if __name__ == "__main__":

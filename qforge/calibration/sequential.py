@@ -105,6 +105,7 @@ class Job:
         options: of the method.
         room: keeps activations.
         transforms: fold factors into a block's weights before it is quantized, in this order.
+        outputs: how the outputs of a block's linears weigh against each other (`fisher.py`), by linear, for methods that ask; they are the unquantized model's.
     """
 
     blocks: BlockModel
@@ -113,6 +114,7 @@ class Job:
     options: Options
     room: Room = field(default_factory=Room)
     transforms: tuple[Transform, ...] = ()
+    outputs: Callable[[int], Hidden] = lambda index: {}
 
     @property
     def needs(self) -> frozenset[str]:
@@ -249,6 +251,7 @@ def _quantize_in_order(
     folds.apply(module)
     roundings: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
     outputs: list[Kept] = []
+    weighing = job.outputs(index)
     stats: Stats | None = None
     passed: nn.Linear | None = None
     for stop in lockstep(linears, run, streams.quantized, outputs, job.room, roundings):
@@ -261,6 +264,7 @@ def _quantize_in_order(
         if stats.absmax is not None and stop.name in job.blocks.experts:
             largest[_kind(stop.name)] = torch.maximum(stats.absmax, largest.get(_kind(stop.name), stats.absmax))
         with job.room.clock.part("solve"):
+            stats.outputs = folds.weighed(stop.name, weighing[stop.name].load()) if stop.name in weighing else None
             q, _ = done[stop.name] = quantize_linear(stop.name, linear.weight.detach(), job.schemes[stop.name], job.quantizer, stats, job.options)
             linear.weight = nn.Parameter(numerics.dequantize(q), requires_grad=False)
         rounding = numerics.input_rounding(q.scheme, q.input_scale)

@@ -32,17 +32,24 @@ class Folds:
     Attributes:
         folds: link by link.
         inputs: what the input of a linear will be divided by, `[I]` fp32, by full name.
+        sources: what the outputs of a linear will be divided by, `[O]` fp32, by full name.
         tensors: the values of tensors that stay unquantized and change, fp32, by full name.
     """
 
     folds: tuple[Fold, ...] = ()
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    sources: dict[str, torch.Tensor] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def apply(self, module: nn.Module) -> None:
         """Fold into the materialised block; its function stays what it is."""
         for fold in self.folds:
             apply(fold, module)
+
+    def weighed(self, name: str, outputs: torch.Tensor) -> torch.Tensor:
+        """How outputs weigh against each other, `[O, O]` fp32, once they are divided: each as many times more."""
+        factors = self.sources.get(name)
+        return outputs.float() if factors is None else outputs.float() * factors[:, None] * factors
 
 
 def choose_folds(
@@ -87,7 +94,11 @@ def choose_folds(
         if (factors != 1).any():
             folds.append(settle(link, module, factors, lambda name: blocks.stored_dtype(full(name))))
     inputs = {full(name): fold.column_factors for fold in folds for name in fold.link.readers}
-    return Folds(tuple(folds), inputs, {full(name): value for fold in folds for name, value in fold.tensors.items()})
+    sources: dict[str, torch.Tensor] = {}
+    for fold in folds:
+        if isinstance(module.get_submodule(fold.link.source), nn.Linear):
+            sources[full(fold.link.source)] = fold.factors * sources.get(full(fold.link.source), torch.ones(()))
+    return Folds(tuple(folds), inputs, sources, {full(name): value for fold in folds for name, value in fold.tensors.items()})
 
 
 def _quantized(link: Link, module: nn.Module, full: Callable[[str], str], schemes: Mapping[str, Scheme]) -> bool:

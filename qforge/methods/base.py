@@ -24,6 +24,7 @@ class Options:
         scale_search: choose scales by smallest weighted squared error instead of by the range.
         error_correction: aim at the outputs of the *unquantized* model, so that a layer makes up for the errors of those before it.
         refine: after the rounding, sweeps of coordinate descent over codes and least squares over scales; 0 for none.
+        fisher: weigh a linear's outputs by how much the model's predictions depend on them (`coupled.py`).
         smoothing: SmoothQuant's exponent, the share of the difficulty that moves from inputs into weights; None chooses one for each link.
     """
 
@@ -32,6 +33,7 @@ class Options:
     scale_search: bool = True
     error_correction: bool = True
     refine: int = 3
+    fisher: bool = False
     smoothing: float | None = None
 
 
@@ -45,6 +47,7 @@ class Stats:
         cross: `[I, I]` fp32, the sum of (y - x)^T x, y being what the unquantized model has in the place of x.
         absmax: `[I]` fp32, the largest magnitudes.
         sample: `[S, I]` fp32, evenly spaced rows of x.
+        outputs: `[O, O]`, how this linear's outputs weigh against each other (`calibration/fisher.py`); None where that was not measured.
         factors: results that a method derived from the Hessian, kept for the next linear with the same input.
         clock: where a method that has parts says what each took.
     """
@@ -54,6 +57,7 @@ class Stats:
     cross: torch.Tensor | None = None
     absmax: torch.Tensor | None = None
     sample: torch.Tensor | None = None
+    outputs: torch.Tensor | None = None
     factors: dict[object, object] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
 
@@ -68,7 +72,7 @@ class Quantizer(Protocol):
     name: str
 
     def needs(self, options: Options) -> frozenset[str]:
-        """Statistics that `quantize` reads: `hessian`, `cross`, `absmax`."""
+        """Statistics that `quantize` reads: `hessian`, `cross`, `absmax`, `sample`, `outputs`."""
 
     def supports(self, scheme: Scheme) -> str | None:
         """None, or why this method cannot produce the scheme."""

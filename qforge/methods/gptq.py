@@ -27,7 +27,7 @@ import torch
 
 from qforge import numerics
 from qforge.errors import NumericalError
-from qforge.methods import native, refine, scales
+from qforge.methods import coupled, native, refine, scales
 from qforge.methods.base import Options, Stats, check_finite
 from qforge.methods.factor import inverse_factor
 from qforge.qlinear import QuantizedLinear, code_dtype
@@ -62,7 +62,7 @@ class GPTQ:
 
     def needs(self, options: Options) -> frozenset[str]:
         """The Hessian and, to correct for earlier errors, its counterpart with the unquantized model."""
-        return frozenset({"hessian", "cross"} if options.error_correction else {"hessian"})
+        return frozenset({"hessian"} | ({"cross"} if options.error_correction else set()) | ({"outputs"} if options.fisher and options.refine else set()))
 
     def supports(self, scheme: Scheme) -> str | None:
         """Every scheme that there is arithmetic for; the error feedback is on weights, whatever happens to activations."""
@@ -86,8 +86,14 @@ class GPTQ:
         q = QuantizedLinear(scheme, _solve(target, scheme, scale, zero, factor.order, factor.lower), scale, zero, super_scales=numerics.super_scales(target, scheme))
         if options.refine and refine.applies(scheme):
             with stats.clock.part("refine"), _damped(stats.hessian, factor) as hessian:
-                q = refine.refine(target, q, hessian, options.refine)
+                q = _refined(target, q, hessian, stats.outputs, options.refine)
         return q, factor.note
+
+
+def _refined(target: torch.Tensor, q: QuantizedLinear, hessian: torch.Tensor, outputs: torch.Tensor | None, sweeps: int) -> QuantizedLinear:
+    if outputs is None:
+        return refine.refine(target, q, hessian, sweeps)
+    return coupled.refine(target, refine.refine(target, q, hessian, 1), hessian, coupled.damped(outputs), sweeps)
 
 
 def _nearest(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None, options: Options) -> QuantizedLinear:

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from qforge import __version__
+from qforge.calibration import fisher
 from qforge.calibration.room import Room
 from qforge.calibration.sequential import Job, quantize_blocks
 from qforge.clock import Clock
@@ -53,9 +54,13 @@ def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, 
     stages = 0 if plan.quantizer is None else blocks.num_blocks + (blocks.head_name in plan.schemes)
     pieces = BlockPieces(journal, root, stages)
     if plan.quantizer is not None:
-        job = Job(blocks, plan.quantizer, plan.schemes, plan.options, Room(journal.folder, budget, clock), plan.transforms)
+        room = Room(journal.folder, budget, clock)
+        if calibration is not None and "outputs" in plan.needs and not pieces.weighed:
+            with clock.part("gradients"):
+                fisher.gather(blocks, plan.schemes, calibration.ids, room, pieces.save_outputs, progress)
+        job = Job(blocks, plan.quantizer, plan.schemes, plan.options, room, plan.transforms, pieces.outputs)
         quantize_blocks(job, None if calibration is None else calibration.ids, pieces.store(), progress)
-        pieces.drop_hidden()
+        pieces.drop_states()
     return pieces
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from qforge.calibration.fisher import TOKENS
 from qforge.calibration.room import BUDGET
 from qforge.errors import RecipeError
 from qforge.models.blocks import BlockModel
@@ -54,7 +56,7 @@ def estimate(plan: Plan, blocks: BlockModel, calibration_tokens: int, evaluation
     """
     stages = {
         "choose": _choose_memory(plan, blocks, calibration_tokens) if candidates else {},
-        "quantize": _quantize_memory(plan, blocks, calibration_tokens),
+        "quantize": _most(_quantize_stages(plan, blocks, calibration_tokens)),
         "evaluate": _evaluate_memory(plan, blocks, evaluation_tokens) if evaluation_tokens else {},
     }
     peak = max(stages, key=lambda name: sum(stages[name].values()))
@@ -70,7 +72,7 @@ def activation_budget(plan: Plan, blocks: BlockModel, calibration_tokens: int, e
     """
     if limit is None:
         return BUDGET
-    stages = [_quantize_memory(plan, blocks, calibration_tokens), *([_choose_memory(plan, blocks, calibration_tokens)] if candidates else [])]
+    stages = [*_quantize_stages(plan, blocks, calibration_tokens), *([_choose_memory(plan, blocks, calibration_tokens)] if candidates else [])]
     fixed = max(sum(size for name, size in stage.items() if name != ACTIVATIONS) for stage in stages)
     evaluate = sum(_evaluate_memory(plan, blocks, evaluation_tokens).values()) if evaluation_tokens else 0
     for needed, stage, way_out in ((fixed, "quantizing", "fewer calibration tokens"), (evaluate, "evaluating", "a shorter evaluation text, or evaluate: null")):
@@ -144,7 +146,23 @@ def _quantize_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, i
     return fixed | max(moments, key=lambda parts: sum(parts.values()))
 
 
-def _choose_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
+def _quantize_stages(plan: Plan, blocks: BlockModel, tokens: int) -> list[dict[str, int]]:
+    return [_quantize_memory(plan, blocks, tokens), *([_fisher_memory(plan, blocks, tokens)] if tokens and "outputs" in plan.needs else [])]
+
+
+def _most(stages: Sequence[dict[str, int]]) -> dict[str, int]:
+    return max(stages, key=lambda parts: sum(parts.values()))
+
+
+def _fisher_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
+    block, gradients, head = _block(plan, blocks), *_gradient_memory(plan, blocks, tokens)
+    sums = {"how a block's outputs weigh against each other": sum(o * o for o, _, _ in block.shapes) * 6}
+    kept = min(tokens, TOKENS) * blocks.hidden_size * 2 * blocks.num_blocks
+    return {"Python, torch, transformers, tokenizer": PROCESS, ACTIVATIONS: min(kept, BUDGET), **_most((gradients | sums, head))}
+
+
+def _gradient_memory(plan: Plan, blocks: BlockModel, tokens: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Of going back through one block, and through the head."""
     block = _block(plan, blocks)
     gradients = {
         "one decoder block in fp32, read": 2 * block.weights * 4,
@@ -154,11 +172,15 @@ def _choose_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int
         "the output head, as stored and in fp32": blocks.vocab_size * blocks.hidden_size * 8,
         f"logits of {CHUNK} positions and their gradients": CHUNK * blocks.vocab_size * 4 * SCORING_COPIES,
     }
+    return gradients, head
+
+
+def _choose_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
     errors = {name: size for name, size in _quantize_memory(plan, blocks, tokens).items() if name not in ("Python, torch, transformers, tokenizer", ACTIVATIONS)}
     return {
         "Python, torch, transformers, tokenizer": PROCESS,
         ACTIVATIONS: min(tokens * blocks.hidden_size * 4, BUDGET),
-        **max((gradients, head, errors), key=lambda part: sum(part.values())),
+        **_most((*_gradient_memory(plan, blocks, tokens), errors)),
     }
 
 
@@ -183,7 +205,12 @@ def _seconds(plan: Plan, blocks: BlockModel, calibration: int, evaluation: int, 
     if calibration and block.solves:
         units = SOLVE + CORRECT * (block.streams - 1) + (REFINE + SWEEP * plan.options.refine if plan.options.refine else 0)
         seconds += (units * sum(o * i * i for o, i, _ in block.shapes) + sum(i**3 for i, _ in block.inputs)) / rate
-    return {"quantize": seconds * blocks.num_blocks, "evaluate": evaluation * passes * (block.work * blocks.num_blocks + head) / rate}
+    seconds *= blocks.num_blocks
+    if calibration and "outputs" in plan.needs:
+        sums = sum(o * o * share for o, _, share in block.shapes)
+        coupled = plan.options.refine * sum(3 * o * o * i + 2 * o * i * i for o, i, _ in block.shapes)
+        seconds += (min(calibration, TOKENS) * (blocks.num_blocks * (3 * FORWARD * block.work + sums) + 2 * head) + coupled * blocks.num_blocks) / rate
+    return {"quantize": seconds, "evaluate": evaluation * passes * (block.work * blocks.num_blocks + head) / rate}
 
 
 def _choose_seconds(plan: Plan, blocks: BlockModel, tokens: int, candidates: int) -> float:

@@ -28,15 +28,29 @@ class BlockPieces:
         self._last: tuple[int, Piece] | None = None
         self._names = [key("block", root=root, index=i) for i in range(count)]
         self._hidden = [key("hidden", root=root, index=i) for i in range(count)]
+        self._outputs = [key("outputs", root=root, index=i) for i in range(count)]
 
     def store(self) -> Store:
         """The calibration loop's view."""
         return Store(self._load, self._save, self._load_hidden, self._save_hidden)
 
-    def drop_hidden(self) -> None:
-        """Remove kept hidden states: all blocks are finished."""
-        for name in self._hidden:
+    def drop_states(self) -> None:
+        """Remove what was kept for unfinished blocks: all are finished."""
+        for name in (*self._hidden, *self._outputs):
             self._journal.forget(name)
+
+    def save_outputs(self, index: int, outputs: dict[str, torch.Tensor]) -> None:
+        """Keep how the outputs of a block's linears weigh against each other, until all blocks are finished."""
+        self._journal.save(self._outputs[index], outputs, None, count=False)
+
+    def outputs(self, index: int) -> Hidden:
+        """That, read when it is wanted."""
+        return self._journal.stored(self._outputs[index]) or {}
+
+    @property
+    def weighed(self) -> bool:
+        """Whether it is known for every block that is not finished."""
+        return all(self._journal.has(outputs) or self._journal.has(block) for outputs, block in zip(self._outputs, self._names, strict=True))
 
     def layers(self) -> list[LayerResult]:
         """What was measured of every quantized linear, in order."""

@@ -16,7 +16,7 @@ from qforge.calibration.room import Room
 from qforge.models.blocks import BlockModel
 from qforge.progress import Progress
 
-TOKENS = 4096  # at most; see `gather`
+TOKENS = 16384  # at most; see `gather`
 BATCH_TOKENS = 2048
 Outputs = dict[str, torch.Tensor]
 

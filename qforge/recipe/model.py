@@ -148,7 +148,8 @@ class OptionsSection(_Section):
     )
     refine: int = Field(3, ge=0, le=100, description="GPTQ: sweeps of descent over codes and scales after the rounding; 0 for none.")
     fisher: bool = Field(
-        False, description="GPTQ: weigh outputs by how much the model's predictions depend on them, measured by one pass back through the model; takes longer, and memory for gradients."
+        False,
+        description="GPTQ: weigh outputs by how much the model's predictions depend on them, measured by one pass back through the model; takes longer, and memory for gradients.",
     )
     smoothing: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None, description="SmoothQuant: share of the difficulty that moves from activations into weights (0.5 in the paper); null chooses one for each link by its output error."

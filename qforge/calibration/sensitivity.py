@@ -1,11 +1,11 @@
-"""How much each linear's rounding will move the model's predictions: KL divergence by linear and scheme, to second order, from one pass forward and one back.
+"""How much each linear's rounding will move the model's predictions: KL divergence by linear and scheme, to second order, without ever running a rounded model.
 
 With E = Q - W the rounding error of one linear, a its inputs and g the gradient of log p(y) by its outputs, y drawn from the model's own predictions, the KL divergence of the
-unquantized model from the one with Q is 1/2 mean_t (g_t^T E a_t)^2 to second order: the Fisher information is the divergence's Hessian. With the two factors taken as independent
-(KFAC, Martens & Grosse, arXiv 1503.05671), and with the errors of different rows as uncorrelated, that is 1/2 sum_o mean_t(g_to^2) (E A E^T)_oo, A = mean_t a_t a_t^T.
+unquantized model from the one with Q is 1/2 mean_t (g_t^T E a_t)^2 to second order: the Fisher information is the divergence's Hessian. Tokens are taken as independent and so are
+the errors of different rows (KFAC, Martens & Grosse, arXiv 1503.05671); then, with g_to^2 as a product of a token's share w_t (1 on average) and an output's mean G_o,
+it is 1/2 sum_o G_o (E A E^T)_oo, A = mean_t w_t a_t a_t^T. KFAC proper has w_t = 1, which is far off where the few tokens with huge activations have small gradients.
 
-Block by block, both ways: forwards, every candidate scheme of a linear is really rounded to, which gives the row errors (E A E^T)_oo; backwards, each block is run once more from
-its kept inputs, for the gradients.
+Three times block by block: one batch forwards, the same batch back for the gradients, and all batches forwards while every candidate scheme of every linear is really rounded to.
 
 Letters: B windows, T tokens, D hidden width, I input features, O output features, V vocabulary, N positions.
 """
@@ -69,11 +69,11 @@ class Study:
 
 
 @dataclass(frozen=True, slots=True)
-class _Errors:
-    """Of one linear: (E A E^T)_oo `[O]` by scheme, and the number of its input."""
+class _Gradients:
+    """Of one linear: mean squared gradient of each output `[O]`, and each token's share of it `[B * T]`, 1 on average."""
 
-    shared: int
-    rows: dict[Scheme, torch.Tensor]
+    outputs: torch.Tensor
+    tokens: torch.Tensor
 
 
 def measure(study: Study, windows: torch.Tensor, progress: Progress) -> list[Sensitivity]:
@@ -82,71 +82,41 @@ def measure(study: Study, windows: torch.Tensor, progress: Progress) -> list[Sen
     Args:
         study: model, candidates, method.
         windows: calibration token ids `[B, T]`. Gradients are taken at the first batch: on stories15M 1,024, 4,096 and 16,384 tokens rank layers alike.
-        progress: told of every block, twice.
+        progress: told of every block.
 
     Raises:
         NumericalError: activations or gradients are NaN or infinite.
     """
-    blocks, room = study.blocks, study.room
-    hidden = [room.keep(h) for h in blocks.embed(windows.split(max(1, BATCH_TOKENS // windows.shape[1])))]
-    kept: list[Kept] = []
-    errors: dict[str, _Errors] = {}
-    for index in progress.track(range(blocks.num_blocks), "measure errors", blocks.num_blocks):
-        kept.append(room.copy(hidden[0].load()))
-        hidden = _try_block(study, index, hidden, errors)
+    blocks = study.blocks
+    hidden = [study.room.keep(h) for h in blocks.embed(windows.split(max(1, BATCH_TOKENS // windows.shape[1])))]
+    gradients = _gradients(blocks, hidden[0].load(), study.room, progress)
+    found: dict[str, Sensitivity] = {}
+    for index in progress.track(range(blocks.num_blocks), "measure schemes", blocks.num_blocks):
+        hidden = _try_block(study, index, hidden, gradients, found)
     if blocks.head_name in study.candidates:
-        _try_head(study, hidden, errors)
-    squares, gradient = _head_gradients(blocks, hidden[0].load())
+        _try_head(study, hidden, gradients, found)
+    return [found[name] for name in study.candidates]
+
+
+def _gradients(blocks: BlockModel, first: torch.Tensor, room: Room, progress: Progress) -> dict[str, _Gradients]:
+    """Of every linear, for a batch of the first block's inputs `[B, T, D]`."""
+    kept: list[Kept] = []
+    hidden = first
+    for index in range(blocks.num_blocks):
+        kept.append(room.copy(hidden))
+        with blocks.block(index) as module:
+            hidden = blocks.run(index, module, hidden)
+    found, gradient = _head_gradients(blocks, hidden)
     for index in progress.track(range(blocks.num_blocks - 1, -1, -1), "measure gradients", blocks.num_blocks):
-        found, gradient = _block_gradients(blocks, index, kept.pop(), gradient)
-        squares |= found
-    return [_predicted(name, errors[name], squares[name]) for name in study.candidates]
+        of_block, gradient = _block_gradients(blocks, index, kept.pop(), gradient)
+        found |= of_block
+    return found
 
 
-def _try_block(study: Study, index: int, hidden: list[Kept], errors: dict[str, _Errors]) -> list[Kept]:
-    """Row errors of every candidate in a block; returns what the unquantized block gives."""
-    outputs: list[Kept] = []
-    with study.blocks.block(index) as module:
-        linears = {n: m for n, m in study.blocks.linears(index).items() if n in study.candidates}
-        stats: Stats | None = None
-        for stop in lockstep(linears, lambda h: study.blocks.run(index, module, h), hidden, outputs, study.room, {}):
-            if not stop.repeated or stats is None:
-                sums = Sums(frozenset({"hessian"}), linears[stop.name].in_features)
-                for x in stop.inputs():
-                    sums.add(x)
-                stats = sums.stats()
-            shared = len(errors) if not stop.repeated else next(reversed(errors.values())).shared
-            errors[stop.name] = _try(study, stop.name, linears[stop.name].weight.detach(), stats, shared)
-    return outputs
-
-
-def _try_head(study: Study, hidden: Sequence[Kept], errors: dict[str, _Errors]) -> None:
-    name = study.blocks.head_name
-    assert name is not None
-    weight = study.blocks.head_weight()
-    sums = Sums(frozenset({"hessian"}), weight.shape[1])
-    for x in study.blocks.head_inputs(h.load() for h in hidden):
-        sums.add(x)
-    errors[name] = _try(study, name, weight, sums.stats(), len(errors))
-
-
-def _try(study: Study, name: str, weight: torch.Tensor, stats: Stats, shared: int) -> _Errors:
-    assert stats.hessian is not None
-    rows = {}
-    for scheme in study.candidates[name]:
-        try:
-            q, _ = study.quantizer.quantize(weight, scheme, stats, study.options)
-        except NumericalError as e:
-            raise NumericalError(f"{name}: {e}") from e
-        error = numerics.dequantize(q) - weight
-        rows[scheme] = (error @ stats.hessian * error).sum(1).clamp_(min=0) / stats.tokens
-    return _Errors(shared, rows)
-
-
-def _head_gradients(blocks: BlockModel, hidden: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """From the last block's outputs `[B, T, D]`: mean squared gradient of log p(y) by the logits `[V]` under the head's name, and its gradient by these outputs `[B, T, D]`."""
+def _head_gradients(blocks: BlockModel, hidden: torch.Tensor) -> tuple[dict[str, _Gradients], torch.Tensor]:
+    """From the last block's outputs `[B, T, D]`: the head's gradients by its name, and that of log p(y) by these outputs `[B, T, D]`."""
     generator = torch.Generator().manual_seed(0)
-    squares = torch.zeros(blocks.vocab_size)
+    outputs, tokens = torch.zeros(blocks.vocab_size), []
     positions = hidden.flatten(0, 1)
     gradient = torch.empty_like(positions)
     with blocks.head(gradients=True) as logits:
@@ -154,33 +124,40 @@ def _head_gradients(blocks: BlockModel, hidden: torch.Tensor) -> tuple[dict[str,
             x = x.detach().requires_grad_()
             log_p = logits(x).log_softmax(-1)
             p = log_p.detach().exp()
-            squares += (p * (1 - p)).sum(0)
+            squares = p * (1 - p)  # expected ones, over y
+            outputs += squares.sum(0)
+            tokens.append(squares.sum(1))
             drawn = torch.searchsorted(p.cumsum(-1), torch.rand(len(p), 1, generator=generator)).clamp_(max=p.shape[-1] - 1)  # torch.multinomial takes 20 times as long
             target.copy_(torch.autograd.grad(log_p.gather(1, drawn).sum(), x)[0])
-    return ({} if blocks.head_name is None else {blocks.head_name: squares / len(positions)}), gradient.view_as(hidden)
+    head = {} if blocks.head_name is None else {blocks.head_name: _normalized(outputs / len(positions), torch.cat(tokens))}
+    return head, gradient.view_as(hidden)
 
 
-def _block_gradients(blocks: BlockModel, index: int, inputs: Kept, gradient: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """From the gradient by a block's outputs `[B, T, D]`: the mean squared gradient by each linear's outputs `[O]`, and the gradient by the block's inputs."""
+def _block_gradients(blocks: BlockModel, index: int, inputs: Kept, gradient: torch.Tensor) -> tuple[dict[str, _Gradients], torch.Tensor]:
+    """From the gradient by a block's outputs `[B, T, D]`: its linears' gradients, and the gradient by the block's inputs."""
+    found: dict[str, _Gradients] = {}
     with blocks.block(index) as module:
-        linears = blocks.linears(index)
-        sums = {name: torch.zeros(m.out_features) for name, m in linears.items()}
         x = inputs.load().float().requires_grad_()
         inputs.free()
-        with _squares_added(linears, sums):
+        with _watched(blocks.linears(index), found):
             by_inputs = torch.autograd.grad(blocks.run(index, module, x, gradients=True), x, gradient)[0]
-    return {name: total / gradient[..., 0].numel() for name, total in sums.items()}, by_inputs
+    return found, by_inputs
+
+
+def _normalized(outputs: torch.Tensor, tokens: torch.Tensor) -> _Gradients:
+    return _Gradients(outputs, tokens / tokens.mean().clamp(min=1e-30))
 
 
 @contextlib.contextmanager
-def _squares_added(linears: Mapping[str, nn.Linear], sums: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """While open, squared gradients of what linears put out are added to `sums`, as they are computed."""
+def _watched(linears: Mapping[str, nn.Linear], found: dict[str, _Gradients]) -> Iterator[None]:
+    """While open, gradients of what linears put out are noted as they are computed."""
 
     def watch(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
-        def add(gradient: torch.Tensor) -> None:
-            sums[name].add_(gradient.reshape(-1, gradient.shape[-1]).square().sum(0))
+        def note(gradient: torch.Tensor) -> None:
+            squares = gradient.flatten(0, -2).square()
+            found[name] = _normalized(squares.mean(0), squares.sum(1))
 
-        return lambda module, args, output: output.register_hook(add) and None
+        return lambda module, args, output: output.register_hook(note) and None
 
     handles = [module.register_forward_hook(watch(name)) for name, module in linears.items()]
     try:
@@ -190,8 +167,50 @@ def _squares_added(linears: Mapping[str, nn.Linear], sums: Mapping[str, torch.Te
             handle.remove()
 
 
-def _predicted(name: str, errors: _Errors, squares: torch.Tensor) -> Sensitivity:
-    divergence = {scheme: 0.5 * float(rows.double() @ squares.double()) for scheme, rows in errors.rows.items()}
+def _try_block(study: Study, index: int, hidden: list[Kept], gradients: Mapping[str, _Gradients], found: dict[str, Sensitivity]) -> list[Kept]:
+    """Every candidate in a block; returns what the unquantized block gives."""
+    outputs: list[Kept] = []
+    with study.blocks.block(index) as module:
+        linears = {n: m for n, m in study.blocks.linears(index).items() if n in study.candidates}
+        stats: Stats | None = None
+        for stop in lockstep(linears, lambda h: study.blocks.run(index, module, h), hidden, outputs, study.room, {}):
+            if not stop.repeated or stats is None:
+                stats, first = _summed(linears[stop.name].in_features, stop.inputs())
+            shared = next(reversed(found.values())).shared if stop.repeated else len(found)
+            found[stop.name] = _try(study, stop.name, linears[stop.name].weight.detach(), stats, first, gradients[stop.name], shared)
+    return outputs
+
+
+def _try_head(study: Study, hidden: Sequence[Kept], gradients: Mapping[str, _Gradients], found: dict[str, Sensitivity]) -> None:
+    name = study.blocks.head_name
+    assert name is not None
+    weight = study.blocks.head_weight()
+    stats, first = _summed(weight.shape[1], study.blocks.head_inputs(h.load() for h in hidden))
+    found[name] = _try(study, name, weight, stats, first, gradients[name], len(found))
+
+
+def _summed(in_features: int, inputs: Iterator[torch.Tensor]) -> tuple[Stats, torch.Tensor]:
+    """Statistics of all batches, and the first batch `[B * T, I]`."""
+    sums = Sums(frozenset({"hessian"}), in_features)
+    first = None
+    for x in inputs:
+        sums.add(x)
+        first = x.reshape(-1, in_features).clone() if first is None else first
+    assert first is not None
+    return sums.stats(), first
+
+
+def _try(study: Study, name: str, weight: torch.Tensor, stats: Stats, first: torch.Tensor, gradients: _Gradients, shared: int) -> Sensitivity:
+    weighted = (first * gradients.tokens[:, None]).T @ first / len(first)
+    divergence = {}
+    for scheme in study.candidates[name]:
+        try:
+            q, _ = study.quantizer.quantize(weight, scheme, stats, study.options)
+        except NumericalError as e:
+            raise NumericalError(f"{name}: {e}") from e
+        error = numerics.dequantize(q) - weight
+        rows = (error @ weighted * error).sum(1).clamp_(min=0)
+        divergence[scheme] = 0.5 * float(rows.double() @ gradients.outputs.double())
     if not all(map(math.isfinite, divergence.values())):
         raise NumericalError(f"{name}: gradients of the calibration text are NaN or infinite")
-    return Sensitivity(name, errors.shared, divergence)
+    return Sensitivity(name, shared, divergence)

@@ -2,7 +2,7 @@
 
 Going back, each block is run once more from its kept inputs, so that one block at a time is in memory.
 
-Letters: B windows, T tokens, D hidden width, O output features, V vocabulary.
+Letters: B windows, T tokens, D hidden width, O output features, V vocabulary, N positions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def backwards(blocks: BlockModel, kept: list[list[Kept]], last: Sequence[torch.T
         blocks: the model.
         kept: what each block took, by block and batch; used up.
         last: what the last block gave, `[B, T, D]`, batch by batch.
-        watch: called with a linear's name and the gradient of log p(y) by its outputs, `[B, T, O]`; for the output head, with the mean of the squares, `[V]`.
+        watch: called with a linear's name and the gradient of log p(y) by its outputs, `[B, T, O]`, batch by batch; for the output head, with roots of expected squares, `[N, V]`.
         progress: told of every block.
     """
     gradients = _by_last(blocks, last, watch)
@@ -55,7 +55,6 @@ def backwards(blocks: BlockModel, kept: list[list[Kept]], last: Sequence[torch.T
 def _by_last(blocks: BlockModel, last: Sequence[torch.Tensor], watch: Watch) -> list[torch.Tensor]:
     """The gradients by the last block's outputs, shaped like them."""
     generator = torch.Generator().manual_seed(0)
-    squares = torch.zeros(blocks.vocab_size)
     found = []
     with blocks.head(gradients=True) as logits:
         for hidden in last:
@@ -65,12 +64,11 @@ def _by_last(blocks: BlockModel, last: Sequence[torch.Tensor], watch: Watch) -> 
                 x = x.detach().requires_grad_()
                 log_p = logits(x).log_softmax(-1)
                 p = log_p.detach().exp()
-                squares += (p * (1 - p)).sum(0)
+                if blocks.head_name is not None:
+                    watch(blocks.head_name, (p * (1 - p)).sqrt())
                 drawn = torch.searchsorted(p.cumsum(-1), torch.rand(len(p), 1, generator=generator)).clamp_(max=p.shape[-1] - 1)  # torch.multinomial takes 20 times as long
                 target.copy_(torch.autograd.grad(log_p.gather(1, drawn).sum(), x)[0])
             found.append(gradient.view_as(hidden))
-    if blocks.head_name is not None:
-        watch(blocks.head_name, squares / sum(h[..., 0].numel() for h in last))
     return found
 
 

@@ -1,11 +1,11 @@
-"""How much each linear's rounding will move the model's predictions: KL divergence by linear and scheme, to second order, from one pass forward and one back.
+"""How much each linear's rounding will move the model's predictions: KL divergence by linear and scheme, to second order, without ever running a rounded model.
 
 With E = Q - W the rounding error of one linear, a its inputs and g the gradient of log p(y) by its outputs, y drawn from the model's own predictions, the KL divergence of the
-unquantized model from the one with Q is 1/2 mean_t (g_t^T E a_t)^2 to second order: the Fisher information is the divergence's Hessian. With the two factors taken as independent
-(KFAC, Martens & Grosse, arXiv 1503.05671), and with the errors of different rows as uncorrelated, that is 1/2 sum_o mean_t(g_to^2) (E A E^T)_oo, A = mean_t a_t a_t^T.
+unquantized model from the one with Q is 1/2 mean_t (g_t^T E a_t)^2 to second order: the Fisher information is the divergence's Hessian. Tokens are taken as independent and so are
+the errors of different rows (KFAC, Martens & Grosse, arXiv 1503.05671); then, with g_to^2 as a product of a token's share w_t (1 on average) and an output's mean G_o,
+it is 1/2 sum_o G_o (E A E^T)_oo, A = mean_t w_t a_t a_t^T. KFAC proper has w_t = 1, which is far off where the few tokens with huge activations have small gradients.
 
-Block by block, both ways: forwards, every candidate scheme of a linear is really rounded to, which gives the row errors (E A E^T)_oo; backwards, each block is run once more from
-its kept inputs, for the gradients.
+Three times block by block: one batch forwards, the same batch back for the gradients, and all batches forwards while every candidate scheme of every linear is really rounded to.
 
 Letters: B windows, T tokens, D hidden width, I input features, O output features, V vocabulary, N positions.
 """
@@ -13,13 +13,13 @@ Letters: B windows, T tokens, D hidden width, I input features, O output feature
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from qforge import numerics
-from qforge.calibration.gradients import backwards
+from qforge.calibration.gradients import backwards, forwards
 from qforge.calibration.lockstep import lockstep
 from qforge.calibration.room import Kept, Room
 from qforge.calibration.sequential import BATCH_TOKENS
@@ -66,12 +66,11 @@ class Study:
 
 
 @dataclass(frozen=True, slots=True)
-class _Errors:
-    """Of one linear: (E A E^T)_oo `[O]` by scheme, the number of its input (one for all experts of a block, whose engines want one scheme), and its share of the tokens."""
+class _Gradients:
+    """Of one linear: mean squared gradient of each output `[O]`, and each token's share of it `[N]`, 1 on average; of the first batch's tokens that it is given."""
 
-    shared: int
-    rows: dict[Scheme, torch.Tensor]
-    share: float = 1.0
+    outputs: torch.Tensor
+    tokens: torch.Tensor
 
 
 def measure(study: Study, windows: torch.Tensor, progress: Progress) -> list[Sensitivity]:
@@ -80,81 +79,96 @@ def measure(study: Study, windows: torch.Tensor, progress: Progress) -> list[Sen
     Args:
         study: model, candidates, method.
         windows: calibration token ids `[B, T]`. Gradients are taken at the first batch: on stories15M 1,024, 4,096 and 16,384 tokens rank layers alike.
-        progress: told of every block, twice.
+        progress: told of every block.
 
     Raises:
         NumericalError: activations or gradients are NaN or infinite.
     """
-    blocks, room = study.blocks, study.room
-    hidden = [room.keep(h) for h in blocks.embed(windows.split(max(1, BATCH_TOKENS // windows.shape[1])))]
-    kept: list[list[Kept]] = []
-    errors: dict[str, _Errors] = {}
-    for index in progress.track(range(blocks.num_blocks), "measure errors", blocks.num_blocks):
-        kept.append([room.copy(hidden[0].load())])
-        hidden = _try_block(study, index, hidden, errors)
+    blocks = study.blocks
+    batches = windows.split(max(1, BATCH_TOKENS // windows.shape[1]))
+    gradients = _gradients(study, batches[0], progress)
+    hidden = [study.room.keep(h) for h in blocks.embed(batches)]
+    found: dict[str, Sensitivity] = {}
+    for index in progress.track(range(blocks.num_blocks), "measure schemes", blocks.num_blocks):
+        hidden = _try_block(study, index, hidden, gradients, found)
     if blocks.head_name in study.candidates:
-        _try_head(study, hidden, errors)
-    squares: dict[str, torch.Tensor] = {}
-    for _ in backwards(blocks, kept, [hidden[0].load()], lambda name, g: _add_squares(squares, name, g), progress):
+        _try_head(study, hidden, gradients, found)
+    return [found[name] for name in study.candidates]
+
+
+def _gradients(study: Study, windows: torch.Tensor, progress: Progress) -> dict[str, _Gradients]:
+    """Of every linear, for one batch of token ids `[B, T]`; an expert that no token reaches has none."""
+    squares: dict[str, list[torch.Tensor]] = {}
+    kept, last = forwards(study.blocks, study.room, [windows], progress)
+
+    def add(name: str, gradient: torch.Tensor) -> None:
+        here = gradient.flatten(0, -2).square()
+        outputs, *tokens = squares.get(name, [torch.zeros(here.shape[1])])
+        squares[name] = [outputs + here.sum(0), *tokens, here.sum(1)]
+
+    for _ in backwards(study.blocks, kept, last, add, progress):
         pass
-    return [_predicted(name, errors[name], squares.get(name)) for name in study.candidates]
+    return {name: _normalized(outputs, torch.cat(tokens)) for name, (outputs, *tokens) in squares.items() if sum(map(len, tokens))}
 
 
-def _add_squares(squares: dict[str, torch.Tensor], name: str, gradient: torch.Tensor) -> None:
-    """Mean squares by output, `[O]`."""
-    squares[name] = gradient if gradient.dim() == 1 else gradient.flatten(0, -2).square().mean(0)
+def _normalized(outputs: torch.Tensor, tokens: torch.Tensor) -> _Gradients:
+    return _Gradients(outputs / len(tokens), tokens / tokens.mean().clamp(min=1e-30))
 
 
-def _try_block(study: Study, index: int, hidden: list[Kept], errors: dict[str, _Errors]) -> list[Kept]:
-    """Row errors of every candidate in a block; returns what the unquantized block gives."""
+def _try_block(study: Study, index: int, hidden: list[Kept], gradients: Mapping[str, _Gradients], found: dict[str, Sensitivity]) -> list[Kept]:
+    """Every candidate in a block; returns what the unquantized block gives. All experts of a block count as sharing an input: engines want one scheme for them."""
     outputs: list[Kept] = []
     with study.blocks.block(index) as module:
         linears = {n: m for n, m in study.blocks.linears(index).items() if n in study.candidates}
-        stats: Stats | None = None
-        tokens = sum(h.shape[:-1].numel() for h in hidden)
+        tokens = hidden[0].shape[:-1].numel()
         experts: int | None = None
+        stats: Stats | None = None
         for stop in lockstep(linears, lambda h: study.blocks.run(index, module, h), hidden, outputs, study.room, {}):
             if not stop.repeated or stats is None:
-                sums = Sums(frozenset({"hessian"}), linears[stop.name].in_features)
-                for x in stop.inputs():
-                    sums.add(x)
-                stats = sums.stats()
-            shared = len(errors) if not stop.repeated else next(reversed(errors.values())).shared
+                stats, first = _summed(linears[stop.name].in_features, stop.inputs())
+            shared = next(reversed(found.values())).shared if stop.repeated else len(found)
             if stop.name in study.blocks.experts:
-                shared = experts = shared if experts is None else experts
-            found = _try(study, stop.name, linears[stop.name].weight.detach(), stats, shared)
-            errors[stop.name] = replace(found, share=stats.tokens / tokens)
-        for name in linears.keys() - errors.keys():  # experts that no token reaches
-            errors[name] = _Errors(len(errors) if experts is None else experts, {s: torch.zeros(linears[name].out_features) for s in study.candidates[name]}, 0.0)
+                experts = shared = shared if experts is None else experts
+            reached = gradients.get(stop.name) if stop.batches[0] == 0 else None
+            found[stop.name] = _try(study, stop.name, linears[stop.name].weight.detach(), stats, first / tokens**0.5, reached, shared)
+        for name in linears.keys() - found.keys():  # experts that no token reaches
+            found[name] = Sensitivity(name, len(found) if experts is None else experts, dict.fromkeys(study.candidates[name], 0.0))
     return outputs
 
 
-def _try_head(study: Study, hidden: Sequence[Kept], errors: dict[str, _Errors]) -> None:
+def _try_head(study: Study, hidden: Sequence[Kept], gradients: Mapping[str, _Gradients], found: dict[str, Sensitivity]) -> None:
     name = study.blocks.head_name
     assert name is not None
     weight = study.blocks.head_weight()
-    sums = Sums(frozenset({"hessian"}), weight.shape[1])
-    for x in study.blocks.head_inputs(h.load() for h in hidden):
+    stats, first = _summed(weight.shape[1], study.blocks.head_inputs(h.load() for h in hidden))
+    found[name] = _try(study, name, weight, stats, first / len(first) ** 0.5, gradients[name], len(found))
+
+
+def _summed(in_features: int, inputs: Iterator[torch.Tensor]) -> tuple[Stats, torch.Tensor]:
+    """Statistics of all batches, and the first batch `[B * T, I]`."""
+    sums = Sums(frozenset({"hessian"}), in_features)
+    first = None
+    for x in inputs:
         sums.add(x)
-    errors[name] = _try(study, name, weight, sums.stats(), len(errors))
+        first = x.reshape(-1, in_features).clone() if first is None else first
+    assert first is not None
+    return sums.stats(), first
 
 
-def _try(study: Study, name: str, weight: torch.Tensor, stats: Stats, shared: int) -> _Errors:
-    assert stats.hessian is not None
-    rows = {}
+def _try(study: Study, name: str, weight: torch.Tensor, stats: Stats, first: torch.Tensor, gradients: _Gradients | None, shared: int) -> Sensitivity:
+    """`first`: the first batch's inputs `[N, I]`, over the square root of all its tokens. What no gradient reaches is taken to matter nothing."""
+    if gradients is None:
+        return Sensitivity(name, shared, dict.fromkeys(study.candidates[name], 0.0))
+    weighted = (first * gradients.tokens[:, None]).T @ first
+    divergence = {}
     for scheme in study.candidates[name]:
         try:
             q, _ = study.quantizer.quantize(weight, scheme, stats, study.options)
         except NumericalError as e:
             raise NumericalError(f"{name}: {e}") from e
         error = numerics.dequantize(q) - weight
-        rows[scheme] = (error @ stats.hessian * error).sum(1).clamp_(min=0) / stats.tokens
-    return _Errors(shared, rows)
-
-
-def _predicted(name: str, errors: _Errors, squares: torch.Tensor | None) -> Sensitivity:
-    """An expert that no gradient reached is taken to matter nothing, since its error reached nothing either."""
-    divergence = {scheme: 0.0 if squares is None else 0.5 * errors.share * float(rows.double() @ squares.double()) for scheme, rows in errors.rows.items()}
+        rows = (error @ weighted * error).sum(1).clamp_(min=0)
+        divergence[scheme] = 0.5 * float(rows.double() @ gradients.outputs.double())
     if not all(map(math.isfinite, divergence.values())):
         raise NumericalError(f"{name}: gradients of the calibration text are NaN or infinite")
-    return Sensitivity(name, errors.shared, divergence)
+    return Sensitivity(name, shared, divergence)

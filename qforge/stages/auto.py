@@ -58,7 +58,7 @@ def measured(model_sha256: str, plan: Plan, blocks: BlockModel, candidates: Cand
     """Measure, unless the journal knows; `budget` bytes of activations lie in memory.
 
     Rounding is GPTQ without its correction for the errors of other layers, since one linear at a time is rounded here, and without the descent afterwards, which
-    makes the measurement half as long again (27 s instead of 19 s on stories15M) and ranks layers no better (.96 both).
+    makes the measurement half as long again (27 s instead of 19 s on stories15M) and ranks layers no better.
     """
     found = recalled(model_sha256, plan, candidates, texts, journal)
     if found is not None:

@@ -79,7 +79,7 @@ def test_only_the_newest_hidden_states_are_kept(tmp_path: Path) -> None:
     found = store.load_hidden(1)
     assert found is not None
     assert torch.equal(found["quantized.0"].load(), torch.full((2, 3), 2.0))
-    pieces.drop_hidden()
+    pieces.drop_states()
     assert not list(tmp_path.iterdir())
 
 

@@ -19,11 +19,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import qforge
+from qforge.calibration.sequential import Piece
 from qforge.engines.base import chunks
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import NumericalError, OutputError, QforgeError
 from qforge.files import sha256_tree
 from qforge.models.model import open_model
+from qforge.stages.pieces import BlockPieces
 from qforge.types import Results
 
 WORDS = [
@@ -356,3 +358,29 @@ def test_an_exported_file_measures_as_the_artifact_does(tmp_path: Path, scheme: 
     for model in (tmp_path / "out", tmp_path / "out" / "exports" / "gptq", gguf):
         again = qforge.evaluate(model, text=str(tmp_path / "evaluation.txt"), window=64)
         assert again.candidate["perplexity"] == pytest.approx(results.evaluation.candidate["perplexity"], rel=1e-6), model
+
+
+def test_weighed_outputs_survive_a_kill_and_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.make(tmp_path / "model")
+    recipe = write_recipe(tmp_path, quantize={"method": "gptq", "scheme": "int4-g32-sym", "options": {"fisher": True}}, evaluate=None)
+    whole = qforge.quantize(recipe, out=tmp_path / "whole")
+    assert not [p for p in (tmp_path / "whole" / "work").iterdir() if p.name.startswith("outputs-")]
+    calls: list[int] = []
+    saved = BlockPieces._save
+
+    def dying(self: BlockPieces, index: int, piece: Piece) -> None:
+        calls.append(index)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        saved(self, index, piece)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockPieces, "_save", dying)
+        with pytest.raises(KeyboardInterrupt):
+            qforge.quantize(recipe, out=tmp_path / "killed")
+    assert [p for p in (tmp_path / "killed" / "work").iterdir() if p.name.startswith("outputs-")]
+    with monkeypatch.context() as patch:
+        patch.setattr("qforge.calibration.fisher.gather", None)  # not measured again
+        assert qforge.quantize(recipe, out=tmp_path / "killed").artifact["sha256"] == whole.artifact["sha256"]
+    plain = write_recipe(tmp_path, quantize={"method": "gptq", "scheme": "int4-g32-sym"}, evaluate=None)
+    assert qforge.quantize(plain, out=tmp_path / "plain").artifact["sha256"] != whole.artifact["sha256"]

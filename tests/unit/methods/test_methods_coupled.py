@@ -1,5 +1,7 @@
 """Descent with outputs weighed against each other, against dense fp64 formulations and brute force."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -33,7 +35,7 @@ def test_every_sweep_makes_the_weighed_error_smaller(scheme: Scheme) -> None:
     weight, q, hessian, outputs = problem(0, scheme)
     errors = [error(weight, coupled.refine(weight, q, hessian, outputs, sweeps), hessian, outputs) for sweeps in range(4)]
     assert errors[1] < 0.9 * errors[0]
-    assert all(after <= before * 1.00001 for before, after in zip(errors, errors[1:], strict=False))
+    assert all(after <= before * 1.00001 for before, after in itertools.pairwise(errors))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[:2], ids=str)

@@ -157,12 +157,12 @@ class Results:
     adapters: list[dict[str, Any]]
     work: dict[str, int]
     timings: dict[str, float]
-    parts: dict[str, dict[str, float]]
     peak_rss_bytes: int
     memory: dict[str, int]
     environment: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
     auto: dict[str, Any] | None = None
+    parts: dict[str, dict[str, float]] = field(default_factory=dict)
     schema_version: int = 1
 
     @property

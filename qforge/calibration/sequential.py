@@ -144,6 +144,7 @@ def quantize_blocks(job: Job, windows: torch.Tensor | None, store: Store, progre
         piece = _head(job, streams) if index == blocks.num_blocks else _quantize_block(job, index, streams)
         with clock.part("write"):
             store.save(index, piece)
+            del piece  # or it would lie beside the next block
             if streams is not None and index + 1 < stages and time.monotonic() - kept >= max(store.hidden_every, SAVING_SHARE * took):
                 start = time.monotonic()
                 store.save_hidden(index, _named(streams))

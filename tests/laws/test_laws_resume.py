@@ -10,6 +10,7 @@ import tiny
 import torch
 
 from qforge import numerics
+from qforge.calibration.room import Room
 from qforge.calibration.sequential import Hidden, Job, Piece, Store, quantize_blocks
 from qforge.methods import Options, find, find_transforms, statistics_needed
 from qforge.models.blocks import BlockModel
@@ -41,7 +42,10 @@ class Pieces:
         self.dies_at = dies_at
 
     def store(self) -> Store:
-        return Store(self.done.get, self._save, self.hidden.get, lambda index, hidden: self.hidden.update({index: {n: h.clone() for n, h in hidden.items()}}), hidden_every=0)
+        return Store(self.done.get, self._save, self.hidden.get, self._save_hidden, hidden_every=0)
+
+    def _save_hidden(self, index: int, hidden: Hidden) -> None:
+        self.hidden[index] = {n: Room().keep(h.load().clone()) for n, h in hidden.items()}
 
     def _save(self, index: int, piece: Piece) -> None:
         if index == self.dies_at:

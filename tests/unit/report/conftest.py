@@ -77,6 +77,7 @@ def sample() -> Results:
         adapters=[{"source": "adapter", "weight": 1.0, "method": "rsLoRA", "rank": 8, "tensors": 210, "replaced": [], "relative_delta_mean": 0.0123}],
         work={"computed": 31, "resumed": 4},
         timings={"open": 1.2, "quantize": 187.4, "evaluate": 95.0, "export": 7.25},
+        parts={"quantize": {"load": 2.5, "forward": 93.75, "refine": 41.5}},
         peak_rss_bytes=1_234_567_890,
         memory={"model block": 14_000_000, "calibration activations": 151_000_000},
         environment={"qforge": "0.1.0", "torch": "2.13.0", "cpu": "Some CPU", "cores": 2},

@@ -61,15 +61,18 @@ def _refine_rows(weight: torch.Tensor, q: QuantizedLinear, hessian: torch.Tensor
             native.refine_codes(hessian, gradient, q.codes, q.scales, group, q.scheme, 1)
         else:
             _sweep(hessian, gradient, q.codes, q.scales, group, q.scheme)
-        error, gradient = _error(weight, q, hessian)
+        error = _row_errors(weight, q, gradient)
     return q
 
 
 def _error(weight: torch.Tensor, q: QuantizedLinear, hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The error of each row `[O]`, and (W - Q) H `[O, I]`."""
-    difference = weight - numerics.dequantize(q)
-    gradient = difference @ hessian
-    return (gradient * difference).sum(1), gradient
+    gradient = (weight - numerics.dequantize(q)) @ hessian
+    return _row_errors(weight, q, gradient), gradient
+
+
+def _row_errors(weight: torch.Tensor, q: QuantizedLinear, gradient: torch.Tensor) -> torch.Tensor:
+    return (gradient * (weight - numerics.dequantize(q))).sum(1)
 
 
 def _fitted_scales(q: QuantizedLinear, gradient: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:

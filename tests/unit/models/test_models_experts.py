@@ -105,7 +105,7 @@ def test_a_stack_that_computes_something_else_is_refused(monkeypatch: pytest.Mon
 
 def test_an_expert_knows_its_tokens_and_nobody_else_does(tmp_path: Path) -> None:
     blocks = BlockModel(open_model(str(make(tmp_path / "m", "qwen2_moe"))))
-    hidden = blocks.embed([torch.arange(3, 43)[None]])[0]
+    (hidden,) = blocks.embed([torch.arange(3, 43)[None]])
     seen: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
     with blocks.block(0) as module:
         for name, linear in blocks.linears(0).items():
@@ -123,7 +123,7 @@ def test_an_expert_knows_its_tokens_and_nobody_else_does(tmp_path: Path) -> None
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_links_inside_experts_are_found_and_none_through_the_router(tmp_path: Path, family: str) -> None:
     blocks = BlockModel(open_model(str(make(tmp_path / "m", family))))
-    hidden = blocks.embed([torch.arange(3, 11)[None]])[0]
+    (hidden,) = blocks.embed([torch.arange(3, 11)[None]])
     with blocks.block(0) as module:
         links = find_links(module, lambda x: blocks.run(0, module, x), hidden)
     inside = {blocks.full_name(0, link.source): [blocks.full_name(0, n) for n in link.readers] for link in links if ".experts." in link.source}

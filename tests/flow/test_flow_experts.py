@@ -11,6 +11,7 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from test_flow_quantize import logits, write_recipe
+from test_flow_transforms import kill_at
 
 import qforge
 from qforge import pipeline
@@ -18,7 +19,6 @@ from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import UnsupportedError
 from qforge.files import sha256_tree
 from qforge.models.model import open_model
-from qforge.stages import artifact as artifacts
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -134,23 +134,6 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pyte
     make(tmp_path / "model", "mixtral", dtype=torch.bfloat16)
     path = write_recipe(tmp_path, quantize={"method": method, "scheme": "int4-g32-sym"}, export=[], evaluate=None)
     qforge.quantize(path, out=tmp_path / "whole")
-    store = artifacts.BlockPieces.store
-
-    def dying(self: artifacts.BlockPieces) -> object:
-        whole = store(self)
-        saved = whole.save
-
-        def save(index: int, piece: object) -> None:
-            if index == 1:
-                raise KeyboardInterrupt
-            saved(index, piece)  # type: ignore[arg-type]
-
-        object.__setattr__(whole, "save", save)
-        return whole
-
-    with monkeypatch.context() as patch:
-        patch.setattr(artifacts.BlockPieces, "store", dying)
-        with pytest.raises(KeyboardInterrupt):
-            qforge.quantize(path, out=tmp_path / "killed")
+    kill_at(1, path, tmp_path / "killed", monkeypatch)
     assert qforge.quantize(path, out=tmp_path / "killed").work["resumed"] >= 1
     assert sha256_tree(tmp_path / "killed" / "model") == sha256_tree(tmp_path / "whole" / "model")

@@ -67,10 +67,8 @@ def test_the_artifact_loads_in_transformers_with_equal_logits(tmp_path: Path, fa
         assert all(torch.equal(again.weights.read(n), artifact.weights.read(n)) for n in changed)
 
 
-def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny.make(tmp_path / "model", "qwen2", dtype=torch.bfloat16)
-    path = write_recipe(tmp_path, quantize={"method": ["awq", "gptq"], "scheme": "int4-g32-sym"}, export=[], evaluate=None)
-    qforge.quantize(path, out=tmp_path / "whole")
+def kill_at(block: int, path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that dies when a block is to be kept."""
     store = artifacts.BlockPieces.store
 
     def dying(self: artifacts.BlockPieces) -> object:
@@ -78,7 +76,7 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pyte
         saved = whole.save
 
         def save(index: int, piece: object) -> None:
-            if index == 2:
+            if index == block:
                 raise KeyboardInterrupt
             saved(index, piece)  # type: ignore[arg-type]
 
@@ -88,7 +86,14 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(artifacts.BlockPieces, "store", dying)
         with pytest.raises(KeyboardInterrupt):
-            qforge.quantize(path, out=tmp_path / "killed")
+            qforge.quantize(path, out=out)
+
+
+def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.make(tmp_path / "model", "qwen2", dtype=torch.bfloat16)
+    path = write_recipe(tmp_path, quantize={"method": ["awq", "gptq"], "scheme": "int4-g32-sym"}, export=[], evaluate=None)
+    qforge.quantize(path, out=tmp_path / "whole")
+    kill_at(2, path, tmp_path / "killed", monkeypatch)
     resumed = qforge.quantize(path, out=tmp_path / "killed")
     assert resumed.work["resumed"] >= 2
     assert sha256_tree(tmp_path / "killed" / "model") == sha256_tree(tmp_path / "whole" / "model")

@@ -18,8 +18,6 @@ struct V : V256 {
 
     template <Format F>
     static constexpr int kCodeRows = F == Format::INT8 ? 2 : 6;
-    template <Format F>
-    static constexpr int tiles(int code_rows) { return F == Format::INT8 || code_rows > 2 ? 1 : code_rows == 2 ? 2 : 4; }
 
     template <Format F>
     static Weights<F> unpack(const uint8_t *chunk, int half) {

@@ -12,8 +12,6 @@ struct V : V256 {
 
     template <Format F>
     static constexpr int kCodeRows = 6;
-    template <Format F>
-    static constexpr int tiles(int code_rows) { return code_rows > 2 ? 1 : code_rows == 2 ? 2 : 4; }
 
     template <Format F>
     static Weights<F> unpack(const uint8_t *chunk, int half) { return F == Format::INT8 ? load_bytes(chunk + 64 * half) : nibbles(load_bytes(chunk), half); }

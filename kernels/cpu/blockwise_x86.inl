@@ -1,5 +1,5 @@
 // Products with activations rounded by segments (blockwise.h), written once for the instruction sets of x86. The file that includes this gives
-//   V: 16 columns side by side; V::Weights<F> 4 inputs of them, V::Sums<F> their sums of products, V::Floats; V::tiles<F>(code rows) and V::kCodeRows<F>: what its registers hold.
+//   V: 16 columns side by side; V::Weights<F> 4 inputs of them, V::Sums<F> their sums of products, V::Floats; V::tiles(code rows) and V::kCodeRows<F>: what its registers hold.
 // A code row is one byte of each code of a row: 16-bit codes make two.
 #include <immintrin.h>
 
@@ -174,7 +174,7 @@ template <Format F, int L, int R>
 int64_t some_rows(int64_t rows, const BlockwisePiece &p, int64_t row, int64_t tile, int64_t tiles) {
     if constexpr (R > 1)
         if (rows < R) return some_rows<F, L, R - 1>(rows, p, row, tile, tiles);
-    constexpr int T = V::tiles<F>(R * L);
+    constexpr int T = V::tiles(R * L);
     if (tiles < T) {
         product<F, L, R, 1>(p, row, tile);
         return 1;

@@ -16,7 +16,7 @@ from qforge.files import write_text
 
 @click.command(name="bench")
 @click.argument("model")
-@click.option("--activations", type=click.Choice(["fp", "int8"]), default="fp", show_default=True, help="fp is accurate; int8 is not available yet.")
+@click.option("--activations", type=click.Choice(["fp", "int8"]), default="fp", show_default=True, help="fp is accurate; int8 rounds activations on the fly (faster).")
 @click.option("--json", "json_path", metavar="FILE", help="Write the figures to a file; - writes only JSON to stdout.")
 def command(model: str, activations: str, json_path: str | None) -> None:
     """Measure MODEL: prefill and decode speed, time to first token, time per token, memory, loading time."""
@@ -28,7 +28,7 @@ def command(model: str, activations: str, json_path: str | None) -> None:
     start = time.perf_counter()
     llm = LLM(model, activations=activations)
     loaded = time.perf_counter() - start
-    figures = measure(llm)
+    figures = measure(llm, activations)
     machine = environment() | {"threads": default_threads(), "instruction_set": next(iter(instruction_sets()), None), "kernels": llm.kernels()}
     result = {"environment": machine, **figures, "peak_rss_bytes": _peak_rss(), "load_seconds": loaded}
     text = json.dumps(result, indent=1)

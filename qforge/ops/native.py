@@ -9,12 +9,13 @@ import functools
 import importlib
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from qforge import numerics
+from qforge.ops.memory import Arena
 from qforge.ops.packing import Tiles, pack_dense, pack_quantized
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Number, Per, Scheme, Symmetry
@@ -68,10 +69,20 @@ class Packed:
     input_scale: torch.Tensor | None = None
 
 
+@functools.cache
+def _arena() -> Arena:
+    return Arena()
+
+
+def _placed(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else _arena().place(t)
+
+
 def _packed(tiles: Tiles, bias: torch.Tensor | None, scheme: Scheme | None = None, input_scale: torch.Tensor | None = None, activations: str = "F32") -> Packed:
     native = module()
     assert native is not None, missing()
     bias = None if bias is None else bias.float().contiguous()
+    tiles = replace(tiles, codes=_arena().place(tiles.codes), scales=_placed(tiles.scales), zeros=_placed(tiles.zeros))
     addresses = [0 if t is None else t.data_ptr() for t in (tiles.codes, tiles.scales, tiles.zeros, tiles.book, bias)]
     view = native.Weight(getattr(native.Format, tiles.format), tiles.out_features, tiles.blocks, tiles.block_k, tiles.run, *addresses, getattr(native.Activations, activations))
     return Packed(tiles, bias, view, scheme, input_scale)
@@ -168,7 +179,7 @@ class NativeRounded:
 
     def __init__(self, bits: int, threads: int | None = None, isa: str | None = None) -> None:
         self.name = f"native-a{bits}"
-        self._activations = f"INT{bits}"
+        self.bits = bits
         self._threads, self._isa = threads, isa
 
     def supports(self, scheme: Scheme, shape: tuple[int, int], device: str) -> str | None:
@@ -183,7 +194,7 @@ class NativeRounded:
 
     def prepack(self, q: QuantizedLinear) -> Packed:
         """As `NativeKernel` has it."""
-        return _packed(pack_quantized(q), q.bias, activations=self._activations)
+        return _packed(pack_quantized(q), q.bias, activations=f"INT{self.bits}")
 
     def run(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """`x [T, I]` fp32 -> `[T, O]` fp32."""

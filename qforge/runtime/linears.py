@@ -41,10 +41,10 @@ class Linear:
         return self.product(x)
 
 
-def linear(weight: QuantizedLinear | Dense, threads: int | None = None) -> Linear:
+def linear(weight: QuantizedLinear | Dense, threads: int | None = None, activations: str = "fp") -> Linear:
     """Pack a weight for the fastest kernel that runs it here."""
     if isinstance(weight, QuantizedLinear):
-        choice = choose(weight.scheme, (weight.out_features, weight.in_features), threads=threads)
+        choice = choose(weight.scheme, (weight.out_features, weight.in_features), threads=threads, activations=activations)
         packed = choice.kernel.prepack(weight)
         return Linear(choice.explain(), lambda x: choice.kernel.run(x, packed))
     if missing() is None:
@@ -56,12 +56,12 @@ def linear(weight: QuantizedLinear | Dense, threads: int | None = None) -> Linea
     return Linear("torch", lambda x: torch.nn.functional.linear(x, w, b))
 
 
-def joined(weights: Sequence[QuantizedLinear | Dense], threads: int | None = None) -> Linear:
+def joined(weights: Sequence[QuantizedLinear | Dense], threads: int | None = None, activations: str = "fp") -> Linear:
     """Several weights with the same input: their outputs side by side, in one product where their schemes allow it. Bits are those of the single products."""
     whole = _concatenate(weights)
     if whole is not None:
-        return linear(whole, threads)
-    parts = [linear(w, threads) for w in weights]
+        return linear(whole, threads, activations)
+    parts = [linear(w, threads, activations) for w in weights]
     return Linear("; ".join(dict.fromkeys(p.kernel for p in parts)), lambda x: torch.cat([p(x) for p in parts], 1))
 
 

@@ -30,7 +30,7 @@ class LLM:
 
     Args:
         model: what `open_model` takes (a directory, hub id, `.gguf` file, `demo`), or an opened Model.
-        activations: `fp` (only weights are quantized).
+        activations: `fp` (accurate: only weights are quantized) or `int8` (products with integer weights round activations on the fly: faster).
         threads: of the native kernels; None: every core this process may use.
         block_size: tokens of a cache block, a multiple of 16.
         num_blocks: cache blocks; None: room for `max_num_seqs` full contexts, at most 2 GiB (but one full context at least).
@@ -52,7 +52,7 @@ class LLM:
         size = 0 if spec is None else 4 * block_size * spec.num_layers * spec.num_kv_heads * (spec.head_dim + -(-spec.head_dim // LANES) * LANES)
         context = 0 if spec is None else -(-spec.max_positions // block_size)
         self.num_blocks = num_blocks or max(context, min(max_num_seqs * context, _CACHE_BYTES // max(size, 1)))
-        self.runner = load(self.model, threads=threads, num_blocks=self.num_blocks, block_size=block_size)
+        self.runner = load(self.model, activations=activations, threads=threads, num_blocks=self.num_blocks, block_size=block_size)
         self.max_context = self.runner.spec.max_positions
         self._block_size, self._max_num_seqs, self._max_step_tokens = block_size, max_num_seqs, max_step_tokens
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -171,10 +171,8 @@ def _output(engine: Engine, prompt: str | None, s: seq.Sequence) -> Output:
 
 
 def _check(activations: str, threads: int | None, block_size: int, num_blocks: int | None, max_num_seqs: int, max_step_tokens: int) -> None:
-    if activations == "int8":
-        raise UnsupportedError("int8 activations are not available yet; use fp")
-    if activations != "fp":
-        raise UnsupportedError(f"activations '{activations}' are not known; use fp")
+    if activations not in ("fp", "int8"):
+        raise UnsupportedError(f"activations '{activations}' are not known; use fp or int8")
     if block_size < LANES or block_size % LANES:
         raise UnsupportedError(f"a cache block of {block_size} tokens is not possible; use a multiple of {LANES}")
     for name, value in (("threads", threads), ("num_blocks", num_blocks), ("max_num_seqs", max_num_seqs), ("max_step_tokens", max_step_tokens)):

@@ -16,8 +16,8 @@ from qforge.runtime.linears import Dense, Head, Linear, joined, linear, tied_hea
 from qforge.types import ModelSpec
 
 
-def load(model: Model, *, threads: int | None = None, num_blocks: int, block_size: int) -> Decoder:
-    """Build the decoder of a model.
+def load(model: Model, *, activations: str = "fp", threads: int | None = None, num_blocks: int, block_size: int) -> Decoder:
+    """Build the decoder of a model; `activations` is `fp`, or `int8`: rounded on the fly where a kernel does that.
 
     Raises:
         UnsupportedError: a family that the runtime does not list; the message says what runs it.
@@ -26,7 +26,7 @@ def load(model: Model, *, threads: int | None = None, num_blocks: int, block_siz
     reason = supports(model.spec)
     if reason is not None or model.spec is None:
         raise UnsupportedError(f"'{model.source}' cannot run on the built-in runtime: {reason}; transformers loads it as it is, and eval --engine transformers measures it")
-    reader = _Reader(model, model.spec, threads)
+    reader = _Reader(model, model.spec, threads, activations)
     layers = [reader.layer(i) for i in range(model.spec.num_layers)]
     return Decoder(model.spec, layers, reader.norm("model.norm"), reader.head(), layer_ops(threads), num_blocks=num_blocks, block_size=block_size)
 
@@ -34,8 +34,8 @@ def load(model: Model, *, threads: int | None = None, num_blocks: int, block_siz
 class _Reader:
     """Reads weights by module name."""
 
-    def __init__(self, model: Model, spec: ModelSpec, threads: int | None) -> None:
-        self._model, self._spec, self._threads = model, spec, threads
+    def __init__(self, model: Model, spec: ModelSpec, threads: int | None, activations: str) -> None:
+        self._model, self._spec, self._threads, self._activations = model, spec, threads, activations
         self._names = set(model.weights.names())
 
     def layer(self, index: int) -> Layer:
@@ -50,11 +50,11 @@ class _Reader:
             input_norm=self.norm(at + "input_layernorm"),
             qkv=self._joined([f"{at}self_attn.{n}_proj" for n in "qkv"]),
             attention=attention,
-            output=linear(self._weight(at + "self_attn.o_proj"), self._threads),
+            output=self._linear(at + "self_attn.o_proj"),
             post_attention_norm=self.norm(at + "post_attention_layernorm") if spec.post_norms else None,
             mlp_norm=self.norm(at + mlp_norm),
             gate_up=self._joined([f"{at}mlp.{n}_proj" for n in ("gate", "up")]),
-            down=linear(self._weight(at + "mlp.down_proj"), self._threads),
+            down=self._linear(at + "mlp.down_proj"),
             post_mlp_norm=self.norm(at + "post_feedforward_layernorm") if spec.post_norms else None,
             rope=spec.layer_ropes[index],
         )
@@ -67,11 +67,14 @@ class _Reader:
         """Embedding and output head; one copy where the model ties them."""
         table = self._model.weights.read("model.embed_tokens.weight")
         if "lm_head" in self._model.schemes or (not self._spec.tied_head and "lm_head.weight" in self._names):
-            return Head(lambda tokens: table[tokens].float(), linear(self._weight("lm_head"), self._threads))
+            return Head(lambda tokens: table[tokens].float(), self._linear("lm_head"))
         return tied_head(table, self._threads)
 
+    def _linear(self, name: str) -> Linear:
+        return linear(self._weight(name), self._threads, self._activations)
+
     def _joined(self, names: Sequence[str]) -> Linear:
-        return joined([self._weight(n) for n in names], self._threads)
+        return joined([self._weight(n) for n in names], self._threads, self._activations)
 
     def _weight(self, name: str) -> QuantizedLinear | Dense:
         if name in self._model.schemes:

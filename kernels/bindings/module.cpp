@@ -58,6 +58,9 @@ NB_MODULE(_native, m) {
         .def_prop_ro("threads", &Context::threads)
         .def_prop_ro("isa", &Context::isa)
         .def(
+            "read", [](Context &self, uintptr_t address, int64_t bytes) { return self.read(pointer<const uint64_t>(address), bytes / 8); }, nb::arg("address"), nb::arg("bytes"),
+            nb::call_guard<nb::gil_scoped_release>())
+        .def(
             "linear",
             [](Context &self, const Weight &weight, uintptr_t x, int64_t rows, int64_t x_stride, uintptr_t y, int64_t y_stride) {
                 self.linear(weight, pointer<const float>(x), rows, x_stride, pointer<float>(y), y_stride);

@@ -2,6 +2,7 @@
 #include "qforge/context.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <stdexcept>
 
@@ -133,6 +134,18 @@ void Context::linear_int8(const Weight &weight, const float *x, int64_t rows, in
     split_product(weight, rows, cut_panels(weight, rows, integer_scratch_words(weight)), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
         integer_->piece({&weight, codes_.data(), row_scales_.data(), y, y_stride, row, row_end, tile, tile_end}, reinterpret_cast<int32_t *>(scratch_[thread].get()));
     });
+}
+
+uint64_t Context::read(const uint64_t *words, int64_t count) {
+    const std::lock_guard<std::mutex> turn(turn_);
+    std::atomic<uint64_t> sum{0};
+    split_rows(count / 8, 1 << 18, [&](int64_t first, int64_t end) {
+        uint64_t lanes[8] = {};
+        for (int64_t i = first * 8; i < end * 8; i += 8)
+            for (int j = 0; j < 8; ++j) lanes[j] += words[i + j];
+        for (const uint64_t lane : lanes) sum += lane;
+    });
+    return sum;
 }
 
 void Context::norm(const NormRows &n, int64_t rows) {

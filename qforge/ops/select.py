@@ -22,6 +22,11 @@ class Choice:
         return self.kernel.name + "".join(f" (not {name}: {reason})" for name, reason in self.passed_over)
 
 
+def explained(scheme: Scheme, shape: tuple[int, int], device: str = "cpu") -> dict[str, str]:
+    """For each kind of activations: the kernel that such a weight runs on, and why not a faster one."""
+    return {a: choose(scheme, shape, device, activations=a).explain() for a in ("fp", "int8")}
+
+
 def kernels(threads: int | None = None) -> list[Kernel]:
     """Every kernel, fastest first; the last one runs everything."""
     return [NativeRounded(8, threads), NativeRounded(16, threads), NativeInt8(threads), NativeKernel(threads), ReferenceKernel()]

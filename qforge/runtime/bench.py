@@ -27,6 +27,11 @@ def measure(llm: LLM, activations: str = "fp") -> dict[str, Any]:
     return {"prefill": prefill, "decode": decode, "ttft_ms": _percentiles(first), "tpot_ms": _percentiles(each)}
 
 
+def with_speed(figures: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Figures, and the prefill and decode speed of others (measured with other activations)."""
+    return figures | {kind: figures[kind] + other[kind] for kind in ("prefill", "decode")}
+
+
 def _prompt(llm: LLM, tokens: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(llm.runner.spec.vocab_size), k=tokens)
 

@@ -32,6 +32,8 @@ class Context {
     void gate(const GateRows &gate, int64_t rows);
     // Rotates, writes the cache, and attends for the T tokens of a step; query_starts [sequences + 1]
     void attention(const Attention &attention, int64_t tokens, const int32_t *query_starts, int64_t sequences);
+    // Reads memory front to back, each thread its share: how fast weights could come at best. Gives a sum, so that nothing is left out.
+    uint64_t read(const uint64_t *words, int64_t count);
     int threads() const { return pool_.threads(); }
     const std::string &isa() const { return isa_; }
 

@@ -74,7 +74,7 @@ def test_files_that_are_no_text_or_not_there_are_refused(model: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "flags", [[], ["--prompt", "a", "--prompts", "b"], ["--prompt", "a", "--max-tokens", "0"], ["--prompt", "a", "--temperature", "-1"], ["--prompt", "a", "--activations", "int8"]]
+    "flags", [[], ["--prompt", "a", "--prompts", "b"], ["--prompt", "a", "--max-tokens", "0"], ["--prompt", "a", "--temperature", "-1"], ["--prompt", "a", "--activations", "int4"]]
 )
 def test_bad_flags_exit_with_2(model: Path, flags: list[str]) -> None:
     assert _run("generate", model, *flags) == 2

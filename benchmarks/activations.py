@@ -46,7 +46,7 @@ def main() -> None:
         kl = (p.exp() * (p - ours.log_softmax(-1))).sum(-1).mean()
         same = (ours.argmax(-1) == exact.argmax(-1)).double().mean()
         print(
-            f"{activations}: perplexity {ratio - 1:+.1e}, KL {kl:.1e}, top-1 agreement {same:.4f}, logits off by {(ours - exact).abs().max():.1e} at most (their deviation: {exact.std():.1f})"
+            f"{activations}: perplexity {ratio - 1:+.1e}, KL {kl:.1e}, top-1 agreement {same:.4f}, logits off by {(ours - exact).abs().max():.1e} at most, deviation {exact.std():.1f}"
         )
 
 

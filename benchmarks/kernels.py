@@ -21,6 +21,7 @@ import torch
 from ggml import Ggml
 
 from qforge import numerics
+from qforge.ops.memory import Arena
 from qforge.ops.native import NativeKernel, NativeRounded, Packed, context, default_threads, instruction_sets
 from qforge.scheme import parse
 
@@ -31,16 +32,16 @@ ROUNDS = 7
 
 def read_bandwidth(threads: int) -> float:
     """Bytes a second of reading memory front to back, the best of several passes."""
-    runner, memory = context(threads), torch.zeros(256 << 20, dtype=torch.uint8)
+    runner, memory = context(threads), Arena().place(torch.ones(256 << 20, dtype=torch.uint8))  # huge pages, as weights have them
     return memory.nbytes / min(_timed(lambda: runner.read(memory.data_ptr(), memory.nbytes)) for _ in range(ROUNDS))
 
 
-def kernels(threads: int) -> Iterator[tuple[str, Any]]:
-    """Ours, by name."""
+def kernels() -> Iterator[tuple[str, str, NativeRounded | NativeKernel]]:
+    """Ours: name, instruction set, what packs for it."""
     for isa in instruction_sets()[:-1]:
-        yield f"int8 activations, {isa}", NativeRounded(8, threads, isa)
-        yield f"int16 activations, {isa}", NativeRounded(16, threads, isa)
-    yield "fp32 activations, avx2", NativeKernel(threads, "avx2")
+        yield f"int8 activations, {isa}", isa, NativeRounded(8)
+        yield f"int16 activations, {isa}", isa, NativeRounded(16)
+    yield "fp32 activations, avx2", "avx2", NativeKernel()
 
 
 def measure(size: int, threads: int, library: str | None) -> list[dict[str, Any]]:
@@ -51,12 +52,13 @@ def measure(size: int, threads: int, library: str | None) -> list[dict[str, Any]
     own = size * size // 2 + size * size // 128 * 5
     copies = max(2, COLD_BYTES // own)
     calls: dict[tuple[str, int], tuple[Callable[[], None], int]] = {}
-    for name, kernel in kernels(threads):
+    for name, isa, kernel in kernels():
+        runner = context(threads, isa)
         packed = [kernel.prepack(q) for _ in range(copies)]
         for rows in ROWS:
-            x = torch.randn(rows, size)
+            x, y = torch.randn(rows, size), torch.empty(rows, size)
             some = packed if rows <= 8 else packed[:2]
-            calls[name, rows] = ((lambda k=kernel, some=some, x=x: _each(k, some, x)), len(some))
+            calls[name, rows] = ((lambda r=runner, some=some, x=x, y=y: _each(r, some, x, y)), len(some))
     if library is not None:
         ggml = Ggml(library, threads)
         for rows in ROWS:
@@ -76,9 +78,9 @@ def measure(size: int, threads: int, library: str | None) -> list[dict[str, Any]
     ]  # fmt: skip
 
 
-def _each(kernel: Any, packed: list[Packed], x: torch.Tensor) -> None:
+def _each(runner: Any, packed: list[Packed], x: torch.Tensor, y: torch.Tensor) -> None:
     for p in packed:
-        kernel.run(x, p)
+        runner.linear(p.view, x.data_ptr(), len(x), x.shape[1], y.data_ptr(), y.shape[1])
 
 
 def _timed(run: Callable[[], object]) -> float:

@@ -45,9 +45,7 @@ def main() -> None:
         ratio = math.exp(torch.nn.functional.cross_entropy(ours, came) - nll)
         kl = (p.exp() * (p - ours.log_softmax(-1))).sum(-1).mean()
         same = (ours.argmax(-1) == exact.argmax(-1)).double().mean()
-        print(
-            f"{activations}: perplexity {ratio - 1:+.1e}, KL {kl:.1e}, top-1 agreement {same:.4f}, logits off by {(ours - exact).abs().max():.1e} at most, deviation {exact.std():.1f}"
-        )
+        print(f"{activations}: perplexity {ratio - 1:+.1e}, KL {kl:.1e}, top-1 agreement {same:.4f}, logits off by {(ours - exact).abs().max():.1e} (deviation {exact.std():.1f})")
 
 
 if __name__ == "__main__":

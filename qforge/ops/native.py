@@ -59,22 +59,27 @@ def context(threads: int | None = None, isa: str | None = None) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A weight in tiles, and the native view of it (which points into the tensors held here)."""
+    """A weight in tiles, and the native view of it (which points into the tensors held here).
+
+    Attributes:
+        arithmetic: how the native step multiplies with it: `FP32`, `INT8` (activations rounded by row), or None where its activations are rounded elsewhere first.
+    """
 
     tiles: Tiles
     bias: torch.Tensor | None
     view: Any
+    arithmetic: str | None = "FP32"
     scheme: Scheme | None = None
     input_scale: torch.Tensor | None = None
 
 
-def _packed(tiles: Tiles, bias: torch.Tensor | None, scheme: Scheme | None = None, input_scale: torch.Tensor | None = None) -> Packed:
+def _packed(tiles: Tiles, bias: torch.Tensor | None, arithmetic: str | None = "FP32", scheme: Scheme | None = None, input_scale: torch.Tensor | None = None) -> Packed:
     native = module()
     assert native is not None, missing()
     bias = None if bias is None else bias.float().contiguous()
     addresses = [0 if t is None else t.data_ptr() for t in (tiles.codes, tiles.scales, tiles.zeros, tiles.book, bias)]
     view = native.Weight(getattr(native.Format, tiles.format), tiles.out_features, tiles.blocks, tiles.block_k, tiles.run, *addresses)
-    return Packed(tiles, bias, view, scheme, input_scale)
+    return Packed(tiles, bias, view, arithmetic, scheme, input_scale)
 
 
 def _inputs(x: torch.Tensor, packed: Packed) -> torch.Tensor:
@@ -116,7 +121,7 @@ class NativeKernel:
 
     def prepack(self, q: QuantizedLinear) -> Packed:
         """Codes in tiles of 16 outputs, W4N16 or its 8-bit counterpart (see `packing`)."""
-        return _packed(pack_quantized(q), q.bias, q.scheme, q.input_scale)
+        return _packed(pack_quantized(q), q.bias, "FP32" if q.scheme.activations is None else None, q.scheme, q.input_scale)
 
     def run(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """`x [T, I]` fp32 -> `[T, O]` fp32; activations are rounded first where the scheme says so."""
@@ -148,7 +153,7 @@ class NativeInt8:
 
     def prepack(self, q: QuantizedLinear) -> Packed:
         """As `NativeKernel` has it."""
-        return _packed(pack_quantized(q), q.bias, q.scheme, q.input_scale)
+        return _packed(pack_quantized(q), q.bias, "INT8", q.scheme, q.input_scale)
 
     def run(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """`x [T, I]` fp32 -> `[T, O]` fp32."""

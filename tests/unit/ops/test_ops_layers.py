@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from native_layers import NativeLayers
 from tolerances import LAYERS
 
-from qforge.ops.layers import AttentionParameters, Batch, LayerOps, TorchLayers
-from qforge.ops.layers_native import NativeLayers
+from qforge.ops.layers import AttentionParameters, Batch, TorchLayers
 from qforge.ops.native import instruction_sets
 
-OPS: list[LayerOps] = [TorchLayers(), *(NativeLayers(2, isa) for isa in instruction_sets())]
+OPS: list[TorchLayers | NativeLayers] = [TorchLayers(), *(NativeLayers(2, isa) for isa in instruction_sets())]
 
 
 def _near(y: torch.Tensor, wanted: torch.Tensor, operation: str) -> None:

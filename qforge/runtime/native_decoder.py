@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from qforge.errors import UnsupportedError
 from qforge.ops.native import context, module
-from qforge.ops.native_cache import CACHE_TYPES, NativeCache
+from qforge.ops.native_cache import NativeCache
 from qforge.ops.packing import Tiles
 from qforge.runtime.linears import Linear, Part, Product
 from qforge.runtime.rope import RopeTable
@@ -31,14 +30,9 @@ class NativeDecoder:
 
     Args:
         kv_cache: how keys and values are stored: `fp32`, `fp16` or `int8` (a scale for each key and each value).
-
-    Raises:
-        UnsupportedError: a cache that is not known.
     """
 
     def __init__(self, weights: Weights, *, num_blocks: int, block_size: int, threads: int | None = None, kv_cache: str = "fp32") -> None:
-        if kv_cache not in CACHE_TYPES:
-            raise UnsupportedError(f"a key/value cache of '{kv_cache}' is not known; use one of {', '.join(CACHE_TYPES)}")
         self.spec, self._weights, self._native = weights.spec, weights, module()
         self._tables = {layer.rope: RopeTable(layer.rope, self.spec.head_dim) for layer in weights.layers}
         self._caches = [NativeCache(kv_cache, num_blocks, block_size, self.spec.num_kv_heads, self.spec.head_dim) for _ in weights.layers]

@@ -74,6 +74,9 @@ NB_MODULE(_native, m) {
         nb::arg("weight"), nb::arg("x"), nb::arg("rows"), nb::arg("x_stride"), nb::arg("static_scale"), nb::arg("y"), nb::arg("y_stride"),
         nb::call_guard<nb::gil_scoped_release>());
     context.def(
+        "read", [](Context &self, uintptr_t words, int64_t count) { return self.read(pointer<const uint64_t>(words), count); }, nb::arg("words"), nb::arg("count"),
+        nb::call_guard<nb::gil_scoped_release>());
+    context.def(
         "norm",
         [](Context &self, uintptr_t x, uintptr_t weight, uintptr_t y, int64_t rows, int64_t width, float eps) {
             self.norm({pointer<const float>(x), pointer<const float>(weight), pointer<float>(y), width, eps}, rows);

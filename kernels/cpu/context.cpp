@@ -84,6 +84,22 @@ void Context::linear_int8(const Weight &weight, const float *x, int64_t rows, in
     });
 }
 
+uint64_t Context::read(const uint64_t *words, int64_t count) {
+    constexpr int64_t kPiece = 1 << 15, kLanes = 16;  // 256 KiB a task; lanes: independent sums, which the compiler keeps in registers
+    std::vector<uint64_t> sums(static_cast<size_t>(threads()), 0);
+    tasks((count + kPiece - 1) / kPiece, [&](int64_t piece, int thread) {
+        const uint64_t *p = words + piece * kPiece, *end = words + std::min(count, (piece + 1) * kPiece);
+        uint64_t lanes[kLanes] = {};
+        for (; p + kLanes <= end; p += kLanes)
+            for (int64_t i = 0; i < kLanes; ++i) lanes[i] += p[i];
+        for (; p < end; ++p) lanes[0] += *p;
+        for (const uint64_t lane : lanes) sums[static_cast<size_t>(thread)] += lane;
+    });
+    uint64_t total = 0;
+    for (const uint64_t sum : sums) total += sum;
+    return total;
+}
+
 void Context::norm(const NormRows &n, int64_t rows) {
     const auto held = turn();
     split_rows(rows, 1 + 16384 / n.width, [&](int64_t first, int64_t end) { layers_->norm(n, first, end); });

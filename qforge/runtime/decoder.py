@@ -59,6 +59,10 @@ class Decoder:
         """See `Runner.kernels`."""
         return self._weights.kernels()
 
+    def weight_bytes(self) -> int:
+        """See `Runner.weight_bytes`."""
+        return self._weights.nbytes()
+
     def _layer(self, x: torch.Tensor, layer: Layer, cache: LayerCache, table: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
         ops, eps = self._ops, self.spec.norm_eps
         a = layer.output(ops.attention(layer.qkv(ops.norm(x, layer.input_norm, eps)), layer.attention, cache, table, batch))

@@ -37,6 +37,14 @@ class Part:
     in_features: int
     packed: Packed | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight as its kernel reads it; those of fp32 where no native kernel does."""
+        if self.packed is None:
+            return 4 * self.out_features * self.in_features
+        tiles = self.packed.tiles
+        return sum(t.nbytes for t in (tiles.codes, tiles.scales, tiles.zeros) if t is not None)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Linear:

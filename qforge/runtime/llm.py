@@ -55,7 +55,7 @@ class LLM:
         context = 0 if spec is None else -(-spec.max_positions // block_size)
         self.num_blocks = num_blocks or max(context, min(max_num_seqs * context, _CACHE_BYTES // max(size, 1)))
         self.runner = load(self.model, threads=threads, num_blocks=self.num_blocks, block_size=block_size, kv_cache=kv_cache)
-        self.max_context = self.runner.spec.max_positions
+        self.kv_cache, self.max_context = kv_cache, self.runner.spec.max_positions
         self._block_size, self._max_num_seqs, self._max_step_tokens = block_size, max_num_seqs, max_step_tokens
         self._tokenizer: PreTrainedTokenizerBase | None = None
 

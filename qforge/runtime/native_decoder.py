@@ -65,6 +65,10 @@ class NativeDecoder:
         """See `Runner.kernels`."""
         return self._weights.kernels()
 
+    def weight_bytes(self) -> int:
+        """See `Runner.weight_bytes`."""
+        return self._weights.nbytes()
+
     def _arguments(self, step: StepInput) -> tuple[int, ...]:
         reach = int(step.context_lens.max())
         if reach > self._reach:

@@ -55,6 +55,9 @@ class Runner(Protocol):
     def kernels(self) -> dict[str, int]:
         """How many products each kernel runs."""
 
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a step reads."""
+
 
 def build_step(pieces: list[Piece], block_size: int, *, all_logits: bool = False) -> StepInput:
     """Flatten scheduled pieces. `all_logits`: logits of every token, not only of last ones."""

@@ -57,5 +57,11 @@ class Weights:
 
     def kernels(self) -> dict[str, int]:
         """How many products each kernel runs."""
-        products = [p for layer in self.layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        return dict(Counter(p.kernel for p in [*products, self.head.logits]))
+        return dict(Counter(p.kernel for p in self._products()))
+
+    def nbytes(self) -> int:
+        """Bytes of all products' weights as their kernels read them: what a step reads, whatever its batch."""
+        return sum(part.nbytes for product in self._products() for part in product.parts)
+
+    def _products(self) -> list[Linear]:
+        return [*(p for layer in self.layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)), self.head.logits]

@@ -47,6 +47,8 @@ class Context {
     }
     // For a caller that makes many calls as one
     std::unique_lock<std::recursive_mutex> turn() { return std::unique_lock(turn_); }
+    // Reads every byte, and returns their sum as words: what the memory gives, against which a product is measured
+    uint64_t read(const uint64_t *words, int64_t count);
     int threads() const { return pool_.threads(); }
     const std::string &isa() const { return isa_; }
 

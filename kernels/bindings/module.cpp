@@ -8,6 +8,7 @@
 
 namespace nb = nanobind;
 using qforge::Activation;
+using qforge::Activations;
 using qforge::Attention;
 using qforge::Cache;
 using qforge::CacheType;
@@ -34,16 +35,17 @@ NB_MODULE(_native, m) {
         .value("BF16", Format::BF16)
         .value("BOOK4", Format::BOOK4)
         .value("E4M3", Format::E4M3);
+    nb::enum_<Activations>(m, "Activations").value("F32", Activations::F32).value("INT8", Activations::INT8).value("INT16", Activations::INT16);
     nb::class_<Weight>(m, "Weight")
         .def(
             "__init__",
             [](Weight *self, Format format, int64_t columns, int64_t blocks, int64_t block_k, int64_t run, uintptr_t codes, uintptr_t scales, uintptr_t zeros, uintptr_t book,
-               uintptr_t bias) {
+               uintptr_t bias, Activations activations) {
                 new (self) Weight{format, columns, blocks, block_k, run, pointer<const uint8_t>(codes), pointer<const float>(scales), pointer<const uint8_t>(zeros),
-                                  pointer<const float>(book), pointer<const float>(bias)};
+                                  pointer<const float>(book), pointer<const float>(bias), activations};
             },
             nb::arg("format"), nb::arg("columns"), nb::arg("blocks"), nb::arg("block_k"), nb::arg("run"), nb::arg("codes"), nb::arg("scales"), nb::arg("zeros"), nb::arg("book"),
-            nb::arg("bias"));
+            nb::arg("bias"), nb::arg("activations") = Activations::F32);
     nb::enum_<Activation>(m, "Activation").value("SILU", Activation::SILU).value("GELU_TANH", Activation::GELU_TANH);
     nb::enum_<CacheType>(m, "CacheType").value("F32", CacheType::F32).value("F16", CacheType::F16).value("I8", CacheType::I8);
     nb::class_<Cache>(m, "Cache")

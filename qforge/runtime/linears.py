@@ -62,10 +62,10 @@ class Linear:
         return self.parts[0].product(x) if len(self.parts) == 1 else torch.cat([p.product(x) for p in self.parts], 1)
 
 
-def linear(weight: QuantizedLinear | Dense, threads: int | None = None) -> Linear:
+def linear(weight: QuantizedLinear | Dense, threads: int | None = None, activations: str = "fp") -> Linear:
     """Pack a weight for the fastest kernel that runs it here."""
     if isinstance(weight, QuantizedLinear):
-        choice = choose(weight.scheme, (weight.out_features, weight.in_features), threads=threads)
+        choice = choose(weight.scheme, (weight.out_features, weight.in_features), threads=threads, activations=activations)
         prepacked = choice.kernel.prepack(weight)
         packed = prepacked if isinstance(prepacked, Packed) else None
         return Linear(choice.explain(), (Part(lambda x: choice.kernel.run(x, prepacked), weight.out_features, weight.in_features, packed),))
@@ -79,12 +79,12 @@ def linear(weight: QuantizedLinear | Dense, threads: int | None = None) -> Linea
     return Linear("torch", (Part(lambda x: torch.nn.functional.linear(x, w, b), *shape),))
 
 
-def joined(weights: Sequence[QuantizedLinear | Dense], threads: int | None = None) -> Linear:
+def joined(weights: Sequence[QuantizedLinear | Dense], threads: int | None = None, activations: str = "fp") -> Linear:
     """Several weights with the same input: their outputs side by side, in one product where their schemes allow it. Bits are those of the single products."""
     whole = _concatenate(weights)
     if whole is not None:
-        return linear(whole, threads)
-    parts = [linear(w, threads) for w in weights]
+        return linear(whole, threads, activations)
+    parts = [linear(w, threads, activations) for w in weights]
     return Linear("; ".join(dict.fromkeys(p.kernel for p in parts)), tuple(part for p in parts for part in p.parts))
 
 

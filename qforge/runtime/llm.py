@@ -31,7 +31,7 @@ class LLM:
 
     Args:
         model: what `open_model` takes (a directory, hub id, `.gguf` file, `demo`), or an opened Model.
-        activations: `fp` (only weights are quantized).
+        activations: `fp` (accurate: only weights are quantized) or `int8` (products with integer weights round activations on the fly: faster).
         threads: of the native kernels; None: every core this process may use.
         block_size: tokens of a cache block, a multiple of 16.
         num_blocks: cache blocks; None: room for `max_num_seqs` full contexts, at most 2 GiB (but one full context at least).
@@ -54,7 +54,7 @@ class LLM:
         size = 0 if spec is None else block_size * spec.num_layers * bytes_per_token(kv_cache, spec.num_kv_heads, spec.head_dim)
         context = 0 if spec is None else -(-spec.max_positions // block_size)
         self.num_blocks = num_blocks or max(context, min(max_num_seqs * context, _CACHE_BYTES // max(size, 1)))
-        self.runner = load(self.model, threads=threads, num_blocks=self.num_blocks, block_size=block_size, kv_cache=kv_cache)
+        self.runner = load(self.model, activations=activations, threads=threads, num_blocks=self.num_blocks, block_size=block_size, kv_cache=kv_cache)
         self.kv_cache, self.max_context = kv_cache, self.runner.spec.max_positions
         self._block_size, self._max_num_seqs, self._max_step_tokens = block_size, max_num_seqs, max_step_tokens
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -173,10 +173,8 @@ def _output(engine: Engine, prompt: str | None, s: seq.Sequence) -> Output:
 
 
 def _check(activations: str, kv_cache: str, threads: int | None, block_size: int, num_blocks: int | None, max_num_seqs: int, max_step_tokens: int) -> None:
-    if activations == "int8":
-        raise UnsupportedError("int8 activations are not available yet; use fp")
-    if activations != "fp":
-        raise UnsupportedError(f"activations '{activations}' are not known; use fp")
+    if activations not in ("fp", "int8"):
+        raise UnsupportedError(f"activations '{activations}' are not known; use fp or int8")
     if kv_cache not in CACHE_TYPES:
         raise UnsupportedError(f"a key/value cache of '{kv_cache}' is not known; use one of {', '.join(CACHE_TYPES)}")
     if block_size < LANES or block_size % LANES:

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "qforge/blockwise.h"
 #include "qforge/integer.h"
 #include "qforge/layers.h"
 #include "qforge/linear.h"
@@ -24,7 +25,7 @@ class Context {
   public:
     Context(int threads, const std::string &isa);  // isa: a name that instruction_sets() lists; throws std::invalid_argument for others
 
-    // y [rows][columns] = x [rows][weight.inputs()] W^T + bias; x_stride and y_stride in floats
+    // y [rows][columns] = x [rows][weight.inputs()] W^T + bias, x rounded before as weight.activations says; x_stride and y_stride in floats
     void linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride);
     // The same with x rounded to int8 row by row (integer.h), for INT4 and INT8 weights; static_scale 0 lets each row have its own scale
     void linear_int8(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float static_scale, float *y, int64_t y_stride);
@@ -55,6 +56,12 @@ class Context {
     static std::vector<std::string> instruction_sets();  // those that this CPU runs, fastest first
 
   private:
+    struct Cut {  // rows and tiles of a task
+        int64_t rows, tiles;
+    };
+
+    Cut cut_panels(const Weight &weight, int64_t rows, int64_t scratch_floats);
+    void linear_blockwise(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride);
     float *scratch(int thread, int64_t floats);
     // A piece must be worth the hand-over to another thread.
     template <typename F>
@@ -74,7 +81,7 @@ class Context {
             &job);
     }
     template <typename F>
-    void split_product(const Weight &weight, int64_t rows, int64_t scratch_floats, const F &run);
+    void split_product(const Weight &weight, int64_t rows, const Cut &cut, const F &run);
 
     std::recursive_mutex turn_;
     Pool pool_;
@@ -82,8 +89,11 @@ class Context {
     LinearPiece piece_;
     const LayerFunctions *layers_;
     const IntegerFunctions *integer_;
+    const BlockwiseFunctions *blockwise_;
     std::vector<int16_t> codes_;  // rounded activations of the product that runs
     std::vector<float> row_scales_;
+    std::vector<int8_t> segment_codes_;
+    std::vector<float> segment_scales_, block_sums_;
     std::vector<Scratch> scratch_;
     std::vector<int64_t> scratch_floats_;
 };

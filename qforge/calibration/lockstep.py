@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from qforge.calibration.parking import Parking
+from qforge.calibration.precision import products
 from qforge.calibration.room import Kept, Room
 from qforge.models.experts import routed_rows
 
@@ -128,7 +129,7 @@ class _Flight:
         return self._switch(start)
 
     def _switch(self, *args: torch.Tensor) -> Any:
-        with self._parking:
+        with products(), self._parking:
             return self._stack.switch(*args)
 
     def held(self) -> torch.Tensor:

@@ -20,6 +20,7 @@ from torch import nn
 from qforge import numerics
 from qforge.calibration.linear import quantize_linear
 from qforge.calibration.lockstep import Stop, lockstep
+from qforge.calibration.precision import products
 from qforge.calibration.room import Kept, Room
 from qforge.calibration.statistics import Sums
 from qforge.calibration.transforms import PROBE, Folds, choose_folds
@@ -205,7 +206,8 @@ def _replay(job: Job, index: int, piece: Piece, streams: Streams) -> None:
 
 def _advance(job: Job, index: int, module: nn.Module, hidden: list[Kept]) -> None:
     for i, batch in enumerate(hidden):
-        out = job.blocks.run(index, module, batch.load())
+        with products():
+            out = job.blocks.run(index, module, batch.load())
         batch.free()
         hidden[i] = job.room.keep(out)
 
@@ -305,7 +307,8 @@ class _Originals:
 
             handles = [m.register_forward_pre_hook(lambda _, args, n=n, gather=gather: gather(n, args[0])) for n, m in linears.items()]
             try:
-                out = job.blocks.run(index, module, batch.load())
+                with products():
+                    out = job.blocks.run(index, module, batch.load())
             finally:
                 for handle in handles:
                     handle.remove()

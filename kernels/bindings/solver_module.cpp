@@ -68,9 +68,9 @@ NB_MODULE(_solver, m) {
     m.def("has_bf16_products", &qforge::has_bf16_products);
     m.def(
         "add_products",
-        [](Pool &pool, uintptr_t left, bool left_is_bf16, uintptr_t right, bool right_is_bf16, int64_t tokens, int64_t width, bool lower, uintptr_t into) {
-            qforge::add_products(pool, {pointer<const void>(left), left_is_bf16}, {pointer<const void>(right), right_is_bf16}, tokens, width, lower, pointer<float>(into));
+        [](Pool &pool, uintptr_t left, uintptr_t right, int64_t tokens, int64_t width, bool lower, uintptr_t into) {
+            qforge::add_products(pool, pointer<const float>(left), pointer<const float>(right), tokens, width, lower, pointer<float>(into));
         },
-        nb::arg("pool"), nb::arg("left"), nb::arg("left_is_bf16"), nb::arg("right"), nb::arg("right_is_bf16"), nb::arg("tokens"), nb::arg("width"), nb::arg("lower"),
-        nb::arg("into"), nb::call_guard<nb::gil_scoped_release>());
+        nb::arg("pool"), nb::arg("left"), nb::arg("right"), nb::arg("tokens"), nb::arg("width"), nb::arg("lower"), nb::arg("into"),
+        nb::call_guard<nb::gil_scoped_release>());
 }

@@ -21,7 +21,7 @@ constexpr int64_t kPanel = kPairs * kTile;  // elements
 constexpr int kRows = 8;                   // 8 rows x 2 vectors: 16 sums in flight
 
 struct Job {
-    const Activations *left, *right;
+    const float *left, *right;
     int64_t tokens, width, panels, first;  // `first` token of the chunk
     bool lower;
     uint32_t *packed_left, *packed_right;
@@ -29,17 +29,15 @@ struct Job {
 };
 
 // 16 columns of one row as bf16, zero-extended to 32 bits; zeros where there is no such row or column.
-QFORGE_BF16 __m512i row_of(const Activations &x, const Job &job, int64_t token, int64_t column) {
+QFORGE_BF16 __m512i row_of(const float *x, const Job &job, int64_t token, int64_t column) {
     const int64_t live = std::clamp<int64_t>(job.width - column, 0, 16);
     if (token >= job.tokens || live == 0) return _mm512_setzero_si512();
     const __mmask16 mask = static_cast<__mmask16>((1u << live) - 1);
-    const int64_t at = token * job.width + column;
-    if (x.is_bf16) return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t *>(x.values) + at));
-    const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, static_cast<const float *>(x.values) + at));
+    const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, x + token * job.width + column));
     return _mm512_cvtepu16_epi32(reinterpret_cast<const __m256i &>(rounded));
 }
 
-QFORGE_BF16 void pack(const Activations &x, const Job &job, int64_t panel, uint32_t *into) {
+QFORGE_BF16 void pack(const float *x, const Job &job, int64_t panel, uint32_t *into) {
     for (int64_t pair = 0; pair < kPairs; ++pair)
         for (int64_t half = 0; half < kTile; half += 16) {
             const int64_t token = job.first + 2 * pair, column = panel * kTile + half;
@@ -92,11 +90,11 @@ Packed allocate(int64_t panels) { return Packed(static_cast<uint32_t *>(std::ali
 
 bool has_bf16_products() { return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"); }
 
-void add_products(Pool &pool, const Activations &left, const Activations &right, int64_t tokens, int64_t width, bool lower, float *into) {
+void add_products(Pool &pool, const float *left, const float *right, int64_t tokens, int64_t width, bool lower, float *into) {
     const int64_t panels = (width + kTile - 1) / kTile;
-    const bool same = left.values == right.values;
+    const bool same = left == right;
     const Packed packed_left = allocate(panels), packed_right = same ? nullptr : allocate(panels);
-    Job job{&left, &right, tokens, width, panels, 0, lower, packed_left.get(), same ? packed_left.get() : packed_right.get(), into};
+    Job job{left, right, tokens, width, panels, 0, lower, packed_left.get(), same ? packed_left.get() : packed_right.get(), into};
     for (; job.first < tokens; job.first += kTokens) {
         pool.run(
             static_cast<int>(same ? panels : 2 * panels),
@@ -104,9 +102,9 @@ void add_products(Pool &pool, const Activations &left, const Activations &right,
                 const Job &job = *static_cast<Job *>(context);
                 const int64_t panel = task % job.panels;
                 if (task < job.panels)
-                    pack(*job.left, job, panel, job.packed_left + panel * kPanel);
+                    pack(job.left, job, panel, job.packed_left + panel * kPanel);
                 else
-                    pack(*job.right, job, panel, job.packed_right + panel * kPanel);
+                    pack(job.right, job, panel, job.packed_right + panel * kPanel);
             },
             &job);
         pool.run(
@@ -117,7 +115,7 @@ void add_products(Pool &pool, const Activations &left, const Activations &right,
 #else
 
 bool has_bf16_products() { return false; }
-void add_products(Pool &, const Activations &, const Activations &, int64_t, int64_t, bool, float *) { std::abort(); }
+void add_products(Pool &, const float *, const float *, int64_t, int64_t, bool, float *) { std::abort(); }
 
 #endif
 

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from qforge.calibration.parking import Parking
-from qforge.calibration.precision import products
 from qforge.calibration.room import Kept, Room
 from qforge.models.experts import routed_rows
 
@@ -129,7 +128,7 @@ class _Flight:
         return self._switch(start)
 
     def _switch(self, *args: torch.Tensor) -> Any:
-        with products(), self._parking:
+        with self._parking:
             return self._stack.switch(*args)
 
     def held(self) -> torch.Tensor:

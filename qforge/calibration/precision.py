@@ -1,22 +1,36 @@
-"""In which precision calibration runs a block: matrix products in bf16 where the CPU has instructions for them, everything else in fp32.
+"""In which precision calibration runs a block: what its linears multiply is rounded to bf16 where the CPU has instructions for that, twice as fast as fp32; all else is fp32.
 
-Only what linears put out is rounded, to 8 bits: hidden states stay fp32 from block to block. The error, .002 of an output, is a fiftieth of what rounding to int4 does.
+An output then has an error of .003 of its size, a twentieth of what rounding to int4 does, and independent from token to token, so that sums over tokens hardly know it.
+(torch.autocast would do it, but makes outputs bf16, which modelling code that adds in place refuses.)
+
+Letters: O output features, I input features.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
 
 import torch
+from torch import nn
+
+from qforge.methods import native
 
 
-def products() -> contextlib.AbstractContextManager[object]:
-    """While open, matrix products are computed in that precision."""
-    return torch.autocast("cpu", dtype=torch.bfloat16) if native_bf16() else contextlib.nullcontext()
+@contextlib.contextmanager
+def fast_products(module: nn.Module) -> Iterator[None]:
+    """While open, the linears in a module multiply in bf16, where that is faster; inputs and outputs stay what they are."""
+    linears = [m for m in module.modules() if type(m) is nn.Linear] if native.has_bf16_products() else []
+    for linear in linears:
+        linear.forward = functools.partial(_forward, linear)
+    try:
+        yield
+    finally:
+        for linear in linears:
+            del linear.forward
 
 
-@functools.cache
-def native_bf16() -> bool:
-    """Whether this CPU multiplies bf16 at twice the rate of fp32."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+def _forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    out = nn.functional.linear(x.bfloat16(), linear.weight.bfloat16()).to(x.dtype)
+    return out if linear.bias is None else out + linear.bias

@@ -31,8 +31,7 @@ class Sums:
 
     def add(self, inputs: torch.Tensor, originals: torch.Tensor | None = None) -> None:
         """Add inputs `[..., I]`, and what the unquantized model has in their place (for `cross`)."""
-        x = inputs.reshape(-1, inputs.shape[-1])
-        x = (x if x.dtype in (torch.float32, torch.bfloat16) else x.float()).contiguous()
+        x = inputs.reshape(-1, inputs.shape[-1]).float().contiguous()
         self._tokens += x.shape[0]
         if self._hessian is not None:
             _add_square(x, self._hessian)
@@ -40,9 +39,9 @@ class Sums:
             here = originals.reshape(x.shape)
             _add_products(here.float().sub_(x.to(here.dtype)), x, self._cross)  # rounded alike: equal inputs have no difference
         if self._absmax is not None:
-            self._absmax = torch.maximum(self._absmax, x.abs().amax(0).float())
+            self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
         if self._sample is not None:
-            self._sample.append(x[:: self._stride].to(torch.float32, copy=True))
+            self._sample.append(x[:: self._stride].clone())
             while sum(map(len, self._sample)) > SAMPLE:
                 self._stride *= 2
                 self._sample = [rows[::2].clone() for rows in self._sample]
@@ -50,7 +49,7 @@ class Sums:
     def stats(self) -> Stats:
         """The sums; nothing may be added afterwards."""
         if self._hessian is not None:
-            width = native.tile() if native.has_bf16_products() else COLUMNS
+            width = native.tile() if native.has_bf16_products() else COLUMNS  # what is on the diagonal's tiles is whole
             for start in range(0, len(self._hessian), width):
                 self._hessian[start : start + width, start + width :] = self._hessian[start + width :, start : start + width].T
         sample = None if self._sample is None else torch.cat([torch.empty(0, self._in_features), *self._sample])
@@ -62,7 +61,6 @@ def _add_square(x: torch.Tensor, into: torch.Tensor) -> None:
     if native.has_bf16_products():
         native.add_products(x, x, into, lower=True)
         return
-    x = x.float()
     for start in range(0, len(into), COLUMNS):
         into[start:, start : start + COLUMNS].addmm_(x[:, start:].T, x[:, start : start + COLUMNS])
 
@@ -72,4 +70,4 @@ def _add_products(left: torch.Tensor, right: torch.Tensor, into: torch.Tensor) -
     if native.has_bf16_products():
         native.add_products(left, right, into)
     else:
-        into.addmm_(left.T, right.float())
+        into.addmm_(left.T, right)

@@ -196,7 +196,7 @@ def add_products(left: torch.Tensor, right: torch.Tensor, into: torch.Tensor, *,
     """Add `left^T right` in bf16 with fp32 sums (kernels/include/qforge/products.h).
 
     Args:
-        left: `[N, I]` fp32 or bf16.
+        left: `[N, I]` fp32.
         right: likewise.
         into: `[I, I]` fp32.
         lower: only on and below the diagonal; what lies above within a tile of `tile()` columns is added to as well.
@@ -204,12 +204,10 @@ def add_products(left: torch.Tensor, right: torch.Tensor, into: torch.Tensor, *,
     native = module()
     assert native is not None
     for x in (left, right):
-        assert x.dtype in (torch.float32, torch.bfloat16)
+        assert x.dtype == torch.float32
         assert x.is_contiguous()
         assert x.shape == (left.shape[0], len(into))
     assert into.shape == (len(into), len(into))
     assert into.dtype == torch.float32
     assert into.is_contiguous()
-    native.add_products(
-        _pool(torch.get_num_threads()), left.data_ptr(), left.dtype == torch.bfloat16, right.data_ptr(), right.dtype == torch.bfloat16, *left.shape, lower, into.data_ptr()
-    )
+    native.add_products(_pool(torch.get_num_threads()), left.data_ptr(), right.data_ptr(), *left.shape, lower, into.data_ptr())

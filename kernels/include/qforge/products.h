@@ -7,18 +7,12 @@
 
 namespace qforge {
 
-// Activations of `tokens` rows, contiguous: fp32, or bf16 as 16-bit patterns.
-struct Activations {
-    const void *values;
-    bool is_bf16;
-};
-
 // Whether this CPU can run add_products.
 bool has_bf16_products();
 
-// into[i, j] += sum over tokens of left[t, i] * right[t, j], both rounded to bf16; into: [width, width] fp32. With `lower` only for i >= j, and for what shares a tile of
+// into[i, j] += sum over tokens of left[t, i] * right[t, j], both rounded to bf16; left, right: [tokens, width] fp32; into: [width, width] fp32. With `lower` only for i >= j, and for what shares a tile of
 // kTile x kTile with such an element. Every sum has one fixed order, whatever the number of threads.
 constexpr int64_t kTile = 32;
-void add_products(Pool &pool, const Activations &left, const Activations &right, int64_t tokens, int64_t width, bool lower, float *into);
+void add_products(Pool &pool, const float *left, const float *right, int64_t tokens, int64_t width, bool lower, float *into);
 
 }  // namespace qforge

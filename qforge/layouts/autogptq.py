@@ -99,11 +99,18 @@ class AutoGptq:
             index = expect_group_index(index, columns, NAME)
             index = None if torch.equal(index, _contiguous(in_features, scheme)) else index
         if not scheme.symmetric:
+            if int(zeros.max()) >> scheme.bits:
+                raise ModelError(f"this version 1 GPTQ checkpoint has a zero point of {int(zeros.max())}, which means 0 to some programs and {int(zeros.max())} to others; convert it to gptq_v2")
             return QuantizedLinear(scheme, codes, scales, zeros, index, bias=tensors.get("bias"))
         middle = 1 << (scheme.bits - 1)
         if not (zeros == middle).all():
             raise ModelError(f"a symmetric GPTQ checkpoint has the zero point {middle} everywhere, but this one has {zeros[zeros != middle][0]}; is it one with sym: false?")
         return QuantizedLinear(scheme, (codes.to(torch.int16) - middle).to(torch.int8), scales, None, index, bias=tensors.get("bias"))
+
+
+def version(config: Mapping[str, Any]) -> int:
+    """The version of the layout that a `quantization_config` tells of."""
+    return 2 if "gptq_v2" in (config.get("checkpoint_format"), config.get("format")) else 1
 
 
 def read_config(config: Mapping[str, Any], quantized: Sequence[str]) -> dict[str, Scheme]:

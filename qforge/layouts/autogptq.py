@@ -100,7 +100,9 @@ class AutoGptq:
             index = None if torch.equal(index, _contiguous(in_features, scheme)) else index
         if not scheme.symmetric:
             if int(zeros.max()) >> scheme.bits:
-                raise ModelError(f"this version 1 GPTQ checkpoint has a zero point of {int(zeros.max())}, which means 0 to some programs and {int(zeros.max())} to others; convert it to gptq_v2")
+                raise ModelError(
+                    f"this version 1 GPTQ checkpoint has a zero point of {int(zeros.max())}, which means 0 to some programs and {int(zeros.max())} to others; convert it to gptq_v2"
+                )
             return QuantizedLinear(scheme, codes, scales, zeros, index, bias=tensors.get("bias"))
         middle = 1 << (scheme.bits - 1)
         if not (zeros == middle).all():

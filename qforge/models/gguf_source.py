@@ -1,4 +1,4 @@
-"""A GGUF file as a source of weights: one tensor at a time, under Hugging Face's name and in its row order; integers as stored for who wants them, else dequantized by the gguf package."""
+"""A GGUF file as a source of weights: one tensor at a time, under Hugging Face's name and in its row order; integers as stored, or dequantized by the gguf package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a Hugging Face checkpoint in transformers or GPTQModel, in an interpreter of its own: a request file in, log-probabilities and a JSON answer out. Nothing of ours is imported.
+"""Runs a Hugging Face checkpoint in transformers or GPTQModel, by itself: a request file in, log-probabilities and a JSON answer out. Imports nothing of ours.
 
 usage: python checkpoint_adapter.py REQUEST.json
     request: {"model": path, "engine": "transformers" | "gptqmodel", "prompts": [[token id]], "modules": [name], "threads": n, "output": path}
@@ -23,10 +23,14 @@ import torch
 
 
 def in_transformers(path: str) -> tuple[Any, str]:
-    """The model as transformers loads it, in fp32."""
-    from transformers import AutoModelForCausalLM
+    """The model as transformers loads it, in fp32; GPTQ and AWQ with GPTQModel's plain torch kernels, through which transformers runs them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), f"transformers {version('transformers')}"
+    config = AutoConfig.from_pretrained(path)
+    kernel = {"gptq": "gptq_torch", "awq": "awq_torch"}.get(config.quantization_config["quant_method"])
+    if kernel is not None:
+        config.quantization_config["backend"] = kernel
+    return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32).eval(), version("transformers")
 
 
 def in_gptqmodel(path: str) -> tuple[Any, str]:
@@ -42,7 +46,7 @@ def in_gptqmodel(path: str) -> tuple[Any, str]:
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None and tensor.is_floating_point():
                     tensor.data = tensor.data.float()
-    return model, f"GPTQModel {version('gptqmodel')}"
+    return model, version("gptqmodel")
 
 
 def dequantized(module: Any) -> torch.Tensor:

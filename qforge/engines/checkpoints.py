@@ -1,4 +1,4 @@
-"""transformers and GPTQModel as foreign engines: each loads a Hugging Face checkpoint in a process of its own and gives next-token log-probabilities and the weights it made of the codes."""
+"""transformers and GPTQModel as foreign engines: each loads a checkpoint in a process of its own, and gives log-probabilities and the weights it made of the codes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def missing(layout: str) -> str | None:
     )
 
 
-def run(layout: str, folder: Path, prompts: Sequence[Sequence[int]], modules: Sequence[str], vocab_size: int, parameters: int) -> Executed:
+def run(layout: str, folder: Path, prompts: Sequence[Sequence[int]], modules: Sequence[str], vocab_size: int, parameters: int, *, engine: str | None = None) -> Executed:
     """Load and run a checkpoint.
 
     Args:
@@ -62,6 +62,7 @@ def run(layout: str, folder: Path, prompts: Sequence[Sequence[int]], modules: Se
         modules: names of quantized linears, whose weights are hashed.
         vocab_size: V.
         parameters: of the model; the engine holds all of them in fp32.
+        engine: `transformers` instead of the layout's own engine, in the same interpreter.
 
     Raises:
         MissingCapabilityError: the engine is not installed, did not answer in time, or needs more memory than is free.
@@ -73,7 +74,8 @@ def run(layout: str, folder: Path, prompts: Sequence[Sequence[int]], modules: Se
         reason = f"running it would take about {6 * parameters / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
     if reason is not None:
         raise MissingCapabilityError(reason)
-    engine, package = _ENGINES[layout]
+    usual, package = _ENGINES[layout]
+    engine = engine or usual
     python = _python(package)
     assert python is not None
     request = {"engine": engine.lower(), "prompts": [list(map(int, p)) for p in prompts], "modules": list(modules)}

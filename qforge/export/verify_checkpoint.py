@@ -34,15 +34,15 @@ def verify_checkpoint(format_name: str, folder: Path, model: Model, scorer: Scor
         return done, [f"not executed: {e}"]
 
 
-def verify_in_engine(format_name: str, folder: Path, model: Model, scorer: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:
-    """The engine's own dequantized weights against ours, and its next-token distributions against the scorer's.
+def verify_in_engine(format_name: str, folder: Path, model: Model, scorer: Scorer, prompts: Sequence[Sequence[int]], *, engine: str | None = None) -> Verification:
+    """The engine's own dequantized weights against ours, and its next-token distributions against the scorer's; `engine` as in `checkpoints.run`.
 
     Raises:
         MissingCapabilityError: the engine is not installed, or the model is too large to be run here.
         ModelError: it refuses the checkpoint.
     """
     parameters = sum(torch.Size(model.weights.info(n).shape).numel() for n in model.weights.names())
-    ran = checkpoints.run(format_name, folder, prompts, list(model.schemes), model.config.vocab_size, parameters)
+    ran = checkpoints.run(format_name, folder, prompts, list(model.schemes), model.config.vocab_size, parameters, engine=engine)
     unequal = [name for name in model.schemes if not _same(ran.weights[name], numerics.dequantize(model.linear(name)))]
     kl, same_first, largest = agreement(next_token_logprobs(scorer, prompts), ran.logprobs)
     note = f"against {scorer.name}; {', '.join(f'{n} {kind}' for kind, n in ran.linears.items())}; largest difference of a log-probability {largest:.2g}"

@@ -100,7 +100,7 @@ def read_config(config: Mapping[str, Any], quantized: Sequence[str], read: Calla
         ModelError: the config is malformed, or describes another kind of AWQ checkpoint.
     """
     bits, group = config.get("bits", config.get("w_bit", _BITS)), config.get("group_size", config.get("q_group_size", 128))
-    if type(bits) is not int or bits != _BITS or type(group) is not int or (group < 1 and group != -1):
+    if type(bits) is not int or bits != _BITS or type(group) is not int or not (group == -1 or 0 < group < 1 << 31):
         raise ModelError(f"an AWQ checkpoint of {bits!r} bits in groups of {group!r} is not readable; {_BITS} bits and a group size or -1 are")
     version = str(config.get("version") or config.get("format") or config.get("checkpoint_format") or "gemm").lower()
     if version != "gemm" or config.get("backend") == "llm-awq":

@@ -145,7 +145,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 def _scheme(settings: Mapping[str, Any]) -> Scheme:
     bits, group = settings.get("bits"), settings.get("group_size", -1)
-    if type(bits) is not int or bits not in BITS or type(group) is not int or (group < 1 and group != -1):
+    if type(bits) is not int or bits not in BITS or type(group) is not int or not (group == -1 or 0 < group < 1 << 31):
         raise ModelError(f"a GPTQ checkpoint of {bits!r} bits in groups of {group!r} is not readable; bits {', '.join(map(str, BITS))} and a group size or -1 are")
     granularity = Granularity(Per.CHANNEL) if group == -1 else Granularity(Per.GROUP, group, 1)
     return Scheme(Number(f"int{bits}"), granularity, Symmetry.SYM if settings.get("sym", True) else Symmetry.ASYM, ScaleFormat(ScaleType.F16))

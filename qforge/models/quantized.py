@@ -126,6 +126,10 @@ def _by_method(method: str, config: Mapping[str, Any], quantized: list[str], sou
     if method == "gptq":
         return AutoGptq(autogptq.version(config)), autogptq.read_config(config, quantized)
     if method == "awq":
+        held = set(source.names())
+        bare = [name for name in quantized if f"{name}.qzeros" not in held]
+        if bare:
+            raise ModelError(f"the files hold no qzeros for {listed(bare)}")
         return AutoAwq(), autoawq.read_config(config, quantized, source.read)
     return BitsAndBytes(), bitsandbytes.read_config(config, quantized, source.read)
 

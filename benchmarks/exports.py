@@ -117,7 +117,8 @@ def line(row: dict[str, Any]) -> str:
 
 
 def page(content: dict[str, Any]) -> str:
-    head = f"# Exports run by other engines: {content['model']}\n\n{content['date']}, {content['positions']} positions of {content['text']}, rounded to nearest; KL divergence in nats from our runtime.\n"
+    when = f"{content['date']}, {content['positions']} positions of {content['text']}, rounded to nearest; KL divergence in nats from our runtime."
+    head = f"# Exports run by other engines: {content['model']}\n\n{when}\n"
     table = ["| format | scheme | engine | weights, bit for bit | KL | top-1 | note |", "|---|---|---|---|---|---|---|", *map(line, content["rows"])]
     return "\n".join([head, *table, "", "Made by `python benchmarks/exports.py`, see there.", ""])
 

@@ -21,19 +21,13 @@ import torch
 from ggml import Ggml
 
 from qforge import numerics
-from qforge.ops.memory import Arena
 from qforge.ops.native import NativeKernel, NativeRounded, Packed, context, default_threads, instruction_sets
+from qforge.runtime.bench import read_bandwidth
 from qforge.scheme import parse
 
 ROWS = (1, 8, 32, 128)
 COLD_BYTES = 128 << 20
 ROUNDS = 7
-
-
-def read_bandwidth(threads: int) -> float:
-    """Bytes a second of reading memory front to back, the best of several passes."""
-    runner, memory = context(threads), Arena().place(torch.ones(256 << 20, dtype=torch.uint8))  # huge pages, as weights have them
-    return memory.nbytes / min(_timed(lambda: runner.read(memory.data_ptr(), memory.nbytes)) for _ in range(ROUNDS))
 
 
 def kernels() -> Iterator[tuple[str, str, NativeRounded | NativeKernel]]:

@@ -2,7 +2,6 @@
 #include "qforge/context.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <stdexcept>
 
@@ -56,24 +55,6 @@ float *Context::scratch(int thread, int64_t floats) {
     return scratch_[thread].get();
 }
 
-// Calls run(first, end) for pieces of [0, rows), at least `least` rows each: a piece must be worth the hand-over to another thread.
-template <typename F>
-void Context::split_rows(int64_t rows, int64_t least, const F &run) {
-    struct Job {
-        const F *run;
-        int64_t rows, step;
-    };
-    const int64_t step = std::max(least, (rows + threads() * 4 - 1) / (threads() * 4));
-    Job job{&run, rows, step};
-    pool_.run(
-        static_cast<int>((rows + step - 1) / step),
-        [](void *context, int task, int) {
-            const auto &j = *static_cast<Job *>(context);
-            (*j.run)(task * j.step, std::min(j.rows, (task + 1) * j.step));
-        },
-        &job);
-}
-
 // Calls run(row, row_end, tile, tile_end, thread) for pieces of a product.
 template <typename F>
 void Context::split_product(const Weight &weight, int64_t rows, const Cut &cut, const F &run) {
@@ -103,7 +84,7 @@ Context::Cut Context::cut_panels(const Weight &weight, int64_t rows, int64_t scr
 }
 
 void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride) {
-    const std::lock_guard<std::mutex> turn(turn_);
+    const auto held = turn();
     if (weight.activations != Activations::F32) return linear_blockwise(weight, x, rows, x_stride, y, y_stride);
     split_product(weight, rows, cut_panels(weight, rows, scratch_floats(weight)), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
         piece_({&weight, x, y, x_stride, y_stride, row, row_end, tile, tile_end}, scratch_[thread].get());
@@ -126,7 +107,7 @@ void Context::linear_blockwise(const Weight &weight, const float *x, int64_t row
 }
 
 void Context::linear_int8(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float static_scale, float *y, int64_t y_stride) {
-    const std::lock_guard<std::mutex> turn(turn_);
+    const auto held = turn();
     codes_.resize(static_cast<size_t>(rows * weight.inputs()));
     row_scales_.resize(static_cast<size_t>(rows));
     const RoundedRows rounded{x, x_stride, weight.inputs(), static_scale, codes_.data(), row_scales_.data()};
@@ -137,29 +118,38 @@ void Context::linear_int8(const Weight &weight, const float *x, int64_t rows, in
 }
 
 uint64_t Context::read(const uint64_t *words, int64_t count) {
-    const std::lock_guard<std::mutex> turn(turn_);
-    std::atomic<uint64_t> sum{0};
-    split_rows(count / 8, 1 << 18, [&](int64_t first, int64_t end) {
-        uint64_t lanes[8] = {};
-        for (int64_t i = first * 8; i < end * 8; i += 8)
-            for (int j = 0; j < 8; ++j) lanes[j] += words[i + j];
-        for (const uint64_t lane : lanes) sum += lane;
+    constexpr int64_t kPiece = 1 << 15, kLanes = 16;  // 256 KiB a task; lanes: independent sums, which the compiler keeps in registers
+    std::vector<uint64_t> sums(static_cast<size_t>(threads()), 0);
+    tasks((count + kPiece - 1) / kPiece, [&](int64_t piece, int thread) {
+        const uint64_t *p = words + piece * kPiece, *end = words + std::min(count, (piece + 1) * kPiece);
+        uint64_t lanes[kLanes] = {};
+        for (; p + kLanes <= end; p += kLanes)
+            for (int64_t i = 0; i < kLanes; ++i) lanes[i] += p[i];
+        for (; p < end; ++p) lanes[0] += *p;
+        for (const uint64_t lane : lanes) sums[static_cast<size_t>(thread)] += lane;
     });
-    return sum;
+    uint64_t total = 0;
+    for (const uint64_t sum : sums) total += sum;
+    return total;
 }
 
 void Context::norm(const NormRows &n, int64_t rows) {
-    const std::lock_guard<std::mutex> turn(turn_);
+    const auto held = turn();
     split_rows(rows, 1 + 16384 / n.width, [&](int64_t first, int64_t end) { layers_->norm(n, first, end); });
 }
 
+void Context::residual(const ResidualRows &r, int64_t rows) {
+    const auto held = turn();
+    split_rows(rows, 1 + 8192 / r.width, [&](int64_t first, int64_t end) { layers_->residual(r, first, end); });
+}
+
 void Context::gate(const GateRows &g, int64_t rows) {
-    const std::lock_guard<std::mutex> turn(turn_);
+    const auto held = turn();
     split_rows(rows, 1 + 8192 / g.width, [&](int64_t first, int64_t end) { layers_->gate(g, first, end); });
 }
 
 void Context::attention(const Attention &a, int64_t tokens, const int32_t *query_starts, int64_t sequences) {
-    const std::lock_guard<std::mutex> turn(turn_);
+    const auto held = turn();
     split_rows(tokens, 1 + 8192 / a.row_stride(), [&](int64_t first, int64_t end) { layers_->rotate_and_store(a, first, end); });
     const int64_t group = a.heads / a.cache.kv_heads, step = std::max<int64_t>(1, 4 * kQueryRows / group);
     std::vector<AttentionPiece> pieces;

@@ -61,11 +61,16 @@ def context(threads: int | None = None, isa: str | None = None) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A weight in tiles, and the native view of it (which points into the tensors held here)."""
+    """A weight in tiles, and the native view of it (which points into the tensors held here).
+
+    Attributes:
+        arithmetic: how the native step multiplies with it: `FP32`, `INT8` (activations rounded by row), or None where its activations are rounded elsewhere first.
+    """
 
     tiles: Tiles
     bias: torch.Tensor | None
     view: Any
+    arithmetic: str | None = "FP32"
     scheme: Scheme | None = None
     input_scale: torch.Tensor | None = None
 
@@ -79,14 +84,16 @@ def _placed(t: torch.Tensor | None) -> torch.Tensor | None:
     return None if t is None else _arena().place(t)
 
 
-def _packed(tiles: Tiles, bias: torch.Tensor | None, scheme: Scheme | None = None, input_scale: torch.Tensor | None = None, activations: str = "F32") -> Packed:
+def _packed(
+    tiles: Tiles, bias: torch.Tensor | None, scheme: Scheme | None = None, input_scale: torch.Tensor | None = None, *, activations: str = "F32", arithmetic: str | None = "FP32"
+) -> Packed:
     native = module()
     assert native is not None, missing()
     bias = None if bias is None else bias.float().contiguous()
     tiles = replace(tiles, codes=_arena().place(tiles.codes), scales=_placed(tiles.scales), zeros=_placed(tiles.zeros))
     addresses = [0 if t is None else t.data_ptr() for t in (tiles.codes, tiles.scales, tiles.zeros, tiles.book, bias)]
     view = native.Weight(getattr(native.Format, tiles.format), tiles.out_features, tiles.blocks, tiles.block_k, tiles.run, *addresses, getattr(native.Activations, activations))
-    return Packed(tiles, bias, view, scheme, input_scale)
+    return Packed(tiles, bias, view, arithmetic, scheme, input_scale)
 
 
 def _inputs(x: torch.Tensor, packed: Packed) -> torch.Tensor:
@@ -128,7 +135,7 @@ class NativeKernel:
 
     def prepack(self, q: QuantizedLinear) -> Packed:
         """Codes in tiles of 16 outputs, W4N16 or its 8-bit counterpart (see `packing`)."""
-        return _packed(pack_quantized(q), q.bias, q.scheme, q.input_scale)
+        return _packed(pack_quantized(q), q.bias, q.scheme, q.input_scale, arithmetic="FP32" if q.scheme.activations is None else None)
 
     def run(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """`x [T, I]` fp32 -> `[T, O]` fp32; activations are rounded first where the scheme says so."""
@@ -160,7 +167,7 @@ class NativeInt8:
 
     def prepack(self, q: QuantizedLinear) -> Packed:
         """As `NativeKernel` has it."""
-        return _packed(pack_quantized(q), q.bias, q.scheme, q.input_scale)
+        return _packed(pack_quantized(q), q.bias, q.scheme, q.input_scale, arithmetic="INT8")
 
     def run(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """`x [T, I]` fp32 -> `[T, O]` fp32."""

@@ -1,6 +1,6 @@
 """How near are the INT4 kernels to what memory and processor allow, and to llama.cpp? Square weights in groups of 128, cold for few rows, beside the speed of reading memory.
 
-python benchmarks/kernels.py [--threads N] [--size K ...] [--ggml LIBRARY] [--out benchmarks/results/kernels]
+python benchmarks/kernel_int4.py [--threads N] [--size K ...] [--ggml LIBRARY] [--out benchmarks/results/kernel_int4]
 
 --ggml: a shared library that holds ggml (xllamacpp.abi3.so of the xllamacpp wheel, or libggml.so of a llama-cpp-python): its Q4_0 weights, repacked, in the same run.
 Wall time, the best of several rounds in turn; wants a quiet machine.
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    command = f"python benchmarks/kernels.py --threads {args.threads}" + (" --ggml LIBRARY" if args.ggml else "")
+    command = f"python benchmarks/kernel_int4.py --threads {args.threads}" + (" --ggml LIBRARY" if args.ggml else "")
     result = {"date": str(datetime.date.today()), "machine": f"{_processor()}, {', '.join(instruction_sets())}", "threads": args.threads, "command": command}
     rows = [r for size in args.size or [2048, 4096] for r in measure(size, args.threads, args.ggml)]
     result |= {"read_bytes_per_second": read_bandwidth(args.threads), "rows": rows}

@@ -35,11 +35,9 @@ def choose(scheme: Scheme, shape: tuple[int, int], device: str = "cpu", threads:
     """
     passed_over: list[tuple[str, str]] = []
     for kernel in kernels(threads):
-        if isinstance(kernel, NativeInt8 if scheme.activations is None else NativeRounded):
+        if isinstance(kernel, NativeInt8 if scheme.activations is None else NativeRounded) or (isinstance(kernel, NativeRounded) and kernel.bits == 8 and activations != "int8"):
             continue  # not a faster way to the same result
         reason = kernel.supports(scheme, shape, device)
-        if reason is None and isinstance(kernel, NativeRounded) and kernel.bits == 8 and activations != "int8":
-            reason = "activations are taken accurately; activations: int8 would round them"
         if reason is None:
             return Choice(kernel, tuple(passed_over))
         passed_over.append((kernel.name, reason))

@@ -1,6 +1,6 @@
 """In which precision calibration runs a block: what its linears multiply is rounded to bf16 where the CPU has instructions for that, twice as fast as fp32; all else is fp32.
 
-An output then has an error of about .002 of its size, where rounding to int4 makes one of .05 and more, and independent from token to token, so that sums over tokens hardly know it.
+An output then has an error of about .002 of its size, where rounding to int4 makes one of .05 and more, and independent from token to token, so that sums hardly know it.
 (torch.autocast would do it, but makes outputs bf16, which modelling code that adds in place refuses.)
 
 Letters: O output features, I input features.

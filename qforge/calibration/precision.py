@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from qforge.methods import native
 @contextlib.contextmanager
 def fast_products(module: nn.Module) -> Iterator[None]:
     """While open, the linears in a module multiply in bf16, where that is faster; inputs and outputs stay what they are."""
-    linears = [m for m in module.modules() if type(m) is nn.Linear] if native.has_bf16_products() else []
+    linears: list[Any] = [m for m in module.modules() if type(m) is nn.Linear] if native.has_bf16_products() else []
     for linear in linears:
         linear.forward = functools.partial(_forward, linear)
     try:

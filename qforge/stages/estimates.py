@@ -19,7 +19,7 @@ RUNTIME = 70 << 20  # what evaluating adds to that
 BATCH_TOKENS = 1024  # of calibration.sequential
 CHUNK = 128  # positions whose logits exist at once
 ACTIVATIONS = "activations of the calibration text, up to their budget"
-FACTOR_BYTES = 12  # of an element of the factor while it is made: fp64, and fp32 at the end
+FACTOR_BYTES = 8  # of an element of the factor while it is made: in fp32, and turned
 SOLVING_BYTES = 16  # of an element of a weight while it is solved or judged: its target and three arrays on the way
 # What a block takes beside its products at full speed, measured on TinyLlama's shape: norms, attention and activations; conversions; and in products of
 # [O, I] and [I, I], what correcting, solving and judging a linear takes, and refining it.
@@ -141,7 +141,7 @@ def _quantize_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, i
         statistics = {"one linear's statistics": width**2 * 4 * block.streams}
         factor = width**2 * FACTOR_BYTES if block.solves else 0
         moments.append(rest | statistics | {"one linear's factor": factor})
-        moments.append(rest | statistics | {"one linear's factor": factor // 3, "one linear on its way": SOLVING_BYTES * out * width})
+        moments.append(rest | statistics | {"one linear's factor": factor // 2, "one linear on its way": SOLVING_BYTES * out * width})
         finished += out * width
     return fixed | max(moments, key=lambda parts: sum(parts.values()))
 

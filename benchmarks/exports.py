@@ -2,7 +2,7 @@
 
     python benchmarks/exports.py --model DIR --text FILE --out OUT [--formats gptq,awq] [--save NAME]
 
-The model is rounded to nearest in each scheme (an export transcribes integers; who chose them does not matter), written as an artifact, exported and verified as `qforge export` does it.
+The model is rounded to nearest in each scheme (an export transcribes integers, whoever chose them), written as an artifact, exported and verified as `qforge export` does it.
 KL divergence is of the engine's next-token distributions from our runtime's over the same integers. An engine that is not installed here is a row that says so.
 """
 
@@ -39,15 +39,28 @@ from qforge.types import Verification
 
 RESULTS = Path(__file__).parent / "results"
 HELD = {"gptq", "awq"}  # also run by transformers, which takes them through GPTQModel's kernels
-ROWS = [
-    ("compressed-tensors", None, "int4-g32-sym"), ("compressed-tensors", None, "int4-g32-asym"), ("compressed-tensors", None, "int8-channel-sym"),
-    ("compressed-tensors", None, "int8-channel-sym+int8-token"), ("compressed-tensors", None, "fp8-e4m3-channel"), ("compressed-tensors", None, "fp8-e4m3-channel+fp8-e4m3-token"),
-    ("compressed-tensors", None, "fp8-e4m3-tensor+fp8-e4m3-token"), ("compressed-tensors", None, "fp8-e4m3-block32+fp8-e4m3-g32"), ("compressed-tensors", None, "nvfp4"),
-    ("compressed-tensors", None, "mxfp4"), ("bitsandbytes", None, "nf4-g32@u8/g256:f32"), ("gptq", None, "int4-g32-sym"), ("gptq", None, "int4-g32-asym"), ("gptq", None, "int8-channel-sym"),
-    ("awq", None, "int4-g32-sym"), ("awq", None, "int4-g32-asym"), ("gguf", "f32", "int4-g32-asym"), ("gguf", "q4_0", "int4-g32-sym"),
+ROWS: list[tuple[str, str | None, str]] = [
+    ("compressed-tensors", None, "int4-g32-sym"),
+    ("compressed-tensors", None, "int4-g32-asym"),
+    ("compressed-tensors", None, "int8-channel-sym"),
+    ("compressed-tensors", None, "int8-channel-sym+int8-token"),
+    ("compressed-tensors", None, "fp8-e4m3-channel"),
+    ("compressed-tensors", None, "fp8-e4m3-channel+fp8-e4m3-token"),
+    ("compressed-tensors", None, "fp8-e4m3-tensor+fp8-e4m3-token"),
+    ("compressed-tensors", None, "fp8-e4m3-block32+fp8-e4m3-g32"),
+    ("compressed-tensors", None, "nvfp4"),
+    ("compressed-tensors", None, "mxfp4"),
+    ("bitsandbytes", None, "nf4-g32@u8/g256:f32"),
+    ("gptq", None, "int4-g32-sym"),
+    ("gptq", None, "int4-g32-asym"),
+    ("gptq", None, "int8-channel-sym"),
+    ("awq", None, "int4-g32-sym"),
+    ("awq", None, "int4-g32-asym"),
+    ("gguf", "f32", "int4-g32-asym"),
+    ("gguf", "q4_0", "int4-g32-sym"),
     ("gguf", "q5_0", "int4-g32-asym"),
     ("gguf", "q8_0", "int8-channel-sym"),
-]  # fmt: skip
+]
 
 
 def main() -> int:

@@ -40,6 +40,11 @@ from qforge.types import Verification
 RESULTS = Path(__file__).parent / "results"
 HELD = {"gptq", "awq"}  # also run by transformers, which takes them through GPTQModel's kernels
 ROWS: list[tuple[str, str | None, str]] = [
+    ("gptq", None, "int4-g32-sym"),
+    ("gptq", None, "int4-g32-asym"),
+    ("gptq", None, "int8-channel-sym"),
+    ("awq", None, "int4-g32-sym"),
+    ("awq", None, "int4-g32-asym"),
     ("compressed-tensors", None, "int4-g32-sym"),
     ("compressed-tensors", None, "int4-g32-asym"),
     ("compressed-tensors", None, "int8-channel-sym"),
@@ -51,11 +56,6 @@ ROWS: list[tuple[str, str | None, str]] = [
     ("compressed-tensors", None, "nvfp4"),
     ("compressed-tensors", None, "mxfp4"),
     ("bitsandbytes", None, "nf4-g32@u8/g256:f32"),
-    ("gptq", None, "int4-g32-sym"),
-    ("gptq", None, "int4-g32-asym"),
-    ("gptq", None, "int8-channel-sym"),
-    ("awq", None, "int4-g32-sym"),
-    ("awq", None, "int4-g32-asym"),
     ("gguf", "f32", "int4-g32-asym"),
     ("gguf", "q4_0", "int4-g32-sym"),
     ("gguf", "q5_0", "int4-g32-asym"),

@@ -28,9 +28,11 @@ def written(tmp_path, *args):
 def test_a_card_holds_recipe_and_measured_quality(tmp_path):
     evaluation = Evaluation("ab" * 32, {}, "qforge", 5100, {"perplexity": 4.5}, [Cluster(5100, 1.0)], {"perplexity": 4.25}, kl_mean=0.03125, top1_agreement=0.9375)
     text = written(tmp_path, "gptq", PROVENANCE, evaluation)
-    for part in ("library_name: transformers", "- gptq", "# SmolLM2-135M, quantized", "`my-lora`", "scheme: int4-g64-sym", "65,536 tokens", "5.125 bits", "2 int4-g64-sym, 1 as it was",
+    for part in ("library_name: transformers", "- gptq", "# SmolLM2-135M, quantized", "`my-lora`", "scheme: int4-g64-sym", "65,536 tokens", "5.125 bits",
+                 "2 int4-g64-sym, 1 as it was",
                  "| perplexity | 4.500 |",
-                 "| perplexity of the unquantized model | 4.250 |", "0.0312", "0.9375", "0.1875 on average; largest in `b` (0.2500), `a` (0.1250)"):  # fmt: skip
+                 "| perplexity of the unquantized model | 4.250 |", "0.0312", "0.9375",
+                 "0.1875 on average; largest in `b` (0.2500), `a` (0.1250)"):  # fmt: skip
         assert part in text, part
     assert text == written(tmp_path, "gptq", PROVENANCE, evaluation)
 

@@ -26,6 +26,8 @@ class Options:
         refine: after the rounding, sweeps of coordinate descent over codes and least squares over scales; 0 for none.
         fisher: weigh a linear's outputs by how much the model's predictions depend on them (`coupled.py`).
         smoothing: SmoothQuant's exponent, the share of the difficulty that moves from inputs into weights; None chooses one for each link.
+        steps: SignRound's, for each block.
+        learning_rate: of its first step, in codes.
     """
 
     damping: float = 0.2
@@ -35,6 +37,8 @@ class Options:
     refine: int = 3
     fisher: bool = False
     smoothing: float | None = None
+    steps: int = 200
+    learning_rate: float | None = None
 
 
 @dataclass(slots=True)

@@ -1,0 +1,47 @@
+"""What tunes a whole decoder block: the BlockTuner protocol, and what it is given.
+
+Letters: O output features, I input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from qforge.methods.base import Options
+from qforge.qlinear import QuantizedLinear
+
+
+class Block(Protocol):
+    """A decoder block whose linears have been quantized, one by one, and may be improved together.
+
+    Attributes:
+        start: the linears by name, as they are now.
+        targets: what each rounds, `[O, I]` fp32.
+        batches: how many batches of calibration text there are.
+    """
+
+    start: Mapping[str, QuantizedLinear]
+    targets: Mapping[str, torch.Tensor]
+    batches: int
+
+    def error(self, batch: int, weights: Mapping[str, torch.Tensor]) -> float:
+        """How far the block's outputs are from the unquantized model's, with these weights `[O, I]` fp32 in its linears and fed by the quantized model: a mean over tokens."""
+
+    def gradients(self, batch: int, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """That error's gradients by the weights, `[O, I]` fp32."""
+
+
+class BlockTuner(Protocol):
+    """One decoder block at a time, after a Quantizer of the same name has done its linears.
+
+    Attributes:
+        name: as a recipe writes it.
+    """
+
+    name: str
+
+    def tune(self, block: Block, options: Options) -> dict[str, QuantizedLinear]:
+        """Better codes and scales for the block's linears, schemes unchanged; those that are left out stay as they are."""

@@ -23,7 +23,7 @@ from qforge.calibration.lockstep import Stop, lockstep
 from qforge.calibration.room import Kept, Room
 from qforge.calibration.statistics import Sums
 from qforge.calibration.transforms import PROBE, Folds, choose_folds
-from qforge.calibration.tuning import TunedBlock, tune
+from qforge.calibration.tuning import TunedBlock, step_rows, tune
 from qforge.methods import BlockTuner, Options, Quantizer, Stats, Transform, statistics_needed
 from qforge.methods.coupled import damped
 from qforge.models.blocks import BlockModel, release
@@ -167,6 +167,9 @@ def _inputs_of(job: Job, index: int, windows: torch.Tensor, store: Store) -> Str
     found = next(((done, hidden) for done in range(index - 1, -1, -1) if (hidden := store.load_hidden(done)) is not None), None)
     streams = Streams([], [] if job.follows_original else None, torch.empty(0))
     with job.room.clock.part("load"):
+        steps = [] if job.tuner is None else [b[rows] for b in (batches[0], batches[-1]) for rows in step_rows(*b.shape)]
+        for _ in job.blocks.embed(steps):
+            pass
         for embedded in job.blocks.embed([windows[:1, :PROBE], *batches]):  # also records what blocks are called with
             if not streams.probe.numel():
                 streams.probe = embedded

@@ -19,6 +19,7 @@ from qforge.models.blocks import BlockModel
 from qforge.qlinear import QuantizedLinear
 from qforge.types import LayerResult
 
+STEP_TOKENS = 1024  # of one gradient
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 Done = Mapping[str, tuple[QuantizedLinear, LayerResult]]
 
@@ -52,32 +53,58 @@ class TunedBlock:
     roundings: Mapping[str, Rounding]
 
     @property
-    def batches(self) -> int:
-        """See `Block.batches`."""
-        return len(self.inputs)
+    def parts(self) -> list[tuple[int, slice]]:
+        """Batch and rows of what one gradient is taken of."""
+        return [(i, rows) for i, x in enumerate(self.inputs) for rows in step_rows(*x.shape[:2])]
 
-    def error(self, batch: int, weights: Mapping[str, torch.Tensor]) -> float:
+    def error(self, part: int, weights: Mapping[str, torch.Tensor]) -> float:
         """See `Block.error`."""
-        return float(self._error(batch, weights, gradients=False))
+        return float(self._error(part, weights, gradients=False))
 
-    def gradients(self, batch: int, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def gradients(self, part: int, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """See `Block.gradients`."""
-        error = self._error(batch, weights, gradients=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=True):
+            error = self._error(part, weights, gradients=True)
         found = torch.autograd.grad(error, [self.linears[n].weight for n in weights], allow_unused=True, materialize_grads=True)
         return dict(zip(weights, found, strict=True))
 
-    def _error(self, batch: int, weights: Mapping[str, torch.Tensor], *, gradients: bool) -> torch.Tensor:
-        with torch.set_grad_enabled(gradients):
-            difference = self.run(batch, weights, gradients=gradients) - self.outputs[batch].load()
+    def _error(self, part: int, weights: Mapping[str, torch.Tensor], *, gradients: bool) -> torch.Tensor:
+        batch, rows = self.parts[part]
+        self._set(weights, gradients=gradients)
+        output, wanted = self._run(self.inputs[batch].load()[rows], gradients=gradients), self.outputs[batch].load()[rows]
+        with torch.set_grad_enabled(gradients), torch.autocast("cpu", enabled=False):
+            difference = output.float() - wanted
             weighed = difference if self.metric is None else difference @ self.metric
             return (weighed * difference).sum(-1).mean()
 
-    def run(self, batch: int, weights: Mapping[str, torch.Tensor], *, gradients: bool = False) -> torch.Tensor:
-        """What the block puts out, `[B, T, D]`, with these weights in its linears."""
+    def finish(self, weights: Mapping[str, torch.Tensor], room: Room) -> tuple[list[Kept], dict[str, float]]:
+        """What the block puts out with these weights, by batch, and each linear's relative output error in the first batch that runs it; the inputs are used up."""
+        self._set(weights, gradients=False)
+        outputs, errors = [], {}
+        for x in self.inputs:
+            with contextlib.ExitStack() as hooks:
+                for name in weights.keys() - errors.keys():
+                    hooks.callback(self.linears[name].register_forward_hook(self._measures(name, weights[name], errors)).remove)
+                output = self._run(x.load(), gradients=False)
+            x.free()
+            outputs.append(room.keep(output))
+        return outputs, errors
+
+    def _measures(self, name: str, weight: torch.Tensor, errors: dict[str, float]) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
+        def hook(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            wanted = args[0] @ self.targets[name].T
+            if wanted.numel():
+                errors[name] = float((args[0] @ (weight - self.targets[name]).T).norm() / wanted.norm().clamp(min=1e-30))
+
+        return hook
+
+    def _set(self, weights: Mapping[str, torch.Tensor], *, gradients: bool) -> None:
         for name, weight in weights.items():
             self.linears[name].weight = nn.Parameter(weight, requires_grad=gradients)
+
+    def _run(self, hidden: torch.Tensor, *, gradients: bool) -> torch.Tensor:
         with self._rounding():
-            return self.blocks.run(self.index, self.module, self.inputs[batch].load(), gradients=gradients)
+            return self.blocks.run(self.index, self.module, hidden, gradients=gradients)
 
     @contextlib.contextmanager
     def _rounding(self) -> Iterator[None]:
@@ -93,15 +120,19 @@ def tune(block: TunedBlock, tuner: BlockTuner, options: Options, done: Done, roo
     """Tune a block's linears, and put what it then puts out into `outputs`; its inputs are used up."""
     found = dict(block.start) | tuner.tune(block, options)
     weights = {name: numerics.dequantize(q) for name, q in found.items()}
-    outputs.clear()
-    for batch in range(block.batches):
-        outputs.append(room.keep(block.run(batch, weights)))
-        block.inputs[batch].free()
-    return {name: (q, replace(done[name][1], relative_error=_relative(weights[name], block.targets[name]))) for name, q in found.items()}
+    outputs[:], errors = block.finish(weights, room)
+    results = {}
+    for name, q in found.items():
+        target, before = block.targets[name], done[name][1]
+        relative = float((weights[name] - target).norm() / target.norm().clamp(min=1e-30))
+        results[name] = q, replace(before, relative_error=relative, output_error=errors.get(name, before.output_error))
+    return results
 
 
-def _relative(weight: torch.Tensor, target: torch.Tensor) -> float:
-    return float((weight - target).norm() / target.norm().clamp(min=1e-30))
+def step_rows(windows: int, tokens: int) -> list[slice]:
+    """How a batch of so many windows is cut for gradients."""
+    size = max(1, STEP_TOKENS // tokens)
+    return [slice(start, min(start + size, windows)) for start in range(0, windows, size)]
 
 
 def _through(rounding: Rounding) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:

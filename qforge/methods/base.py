@@ -27,7 +27,6 @@ class Options:
         fisher: weigh a linear's outputs by how much the model's predictions depend on them (`coupled.py`).
         smoothing: SmoothQuant's exponent, the share of the difficulty that moves from inputs into weights; None chooses one for each link.
         steps: SignRound's, for each block.
-        learning_rate: of its first step, in codes.
     """
 
     damping: float = 0.2
@@ -38,7 +37,6 @@ class Options:
     fisher: bool = False
     smoothing: float | None = None
     steps: int = 200
-    learning_rate: float | None = None
 
 
 @dataclass(slots=True)

@@ -23,6 +23,8 @@ from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
 
 HALF = 0.499  # of a code: a position this far from it still rounds to it
+START = 1.0
+RATE = 1.0
 SCALE_RATE = 0.1  # steps of scales, relative to those of positions
 SCALE_RANGE = 0.25  # how far a scale may move, relative to itself
 HELD_OUT = 8  # one part of so many of the batches is not learned from, and decides which step was the best
@@ -48,19 +50,20 @@ class SignRound(GPTQ):
         """See `BlockTuner.tune`."""
         learned = {name: _Learned.of(q, block.targets[name]) for name, q in block.start.items()}
         generator = torch.Generator().manual_seed(0)
-        last = max(1, block.batches - block.batches // HELD_OUT)
+        count = len(block.parts)
+        last = count - count // HELD_OUT
         order: list[int] = []
         best, found = float("inf"), dict(block.start)
         every = max(1, options.steps // CHECKS)
         for step in range(options.steps + 1):
             if step % every == 0 or step == options.steps:
                 weights = {name: x.weight() for name, x in learned.items()}
-                error = sum(block.error(i, weights) for i in range(last if last < block.batches else 0, block.batches))
+                error = sum(block.error(i, weights) for i in range(last if last < count else 0, count))
                 if error < best:
                     best, found = error, {name: x.quantized() for name, x in learned.items()}
             if step < options.steps:
                 order = order or torch.randperm(last, generator=generator).tolist()
-                rate = (options.learning_rate or 1 / options.steps) * (1 - step / options.steps)
+                rate = RATE / options.steps * (1 - step / options.steps)
                 for name, gradient in block.gradients(order.pop(), {name: x.weight() for name, x in learned.items()}).items():
                     learned[name].move(gradient, rate)
         return found
@@ -73,26 +76,23 @@ class _Learned:
     Attributes:
         start: where it began.
         positions: `[O, I]` fp32; their nearest integers are the codes.
-        low, high: `[O, I]` bounds of the positions.
         factors: `[O, C]` fp32, what the scales are multiplied by.
     """
 
     start: QuantizedLinear
     positions: torch.Tensor
-    low: torch.Tensor
-    high: torch.Tensor
     factors: torch.Tensor
 
     @classmethod
     def of(cls, q: QuantizedLinear, target: torch.Tensor) -> _Learned:
         """Where learning begins."""
-        codes, (low, high) = q.codes.float(), q.scheme.code_range
-        positions = target / _spread(q.scales, q) + (0 if q.zeros is None else _spread(q.zeros, q).float())
-        return cls(q, positions.clamp(codes - HALF, codes + HALF), (codes - 1).clamp(min=low), (codes + 1).clamp(max=high), torch.ones_like(q.scales))
+        codes = q.codes.float()
+        away = target / _spread(q.scales, q) + (0 if q.zeros is None else _spread(q.zeros, q).float()) - codes
+        return cls(q, codes.add_(away.clamp_(-HALF, HALF), alpha=START), torch.ones_like(q.scales))
 
     def quantized(self) -> QuantizedLinear:
         """As it is now."""
-        codes = self.positions.round().clamp(self.low, self.high).to(self.start.codes.dtype)
+        codes = self.positions.round().clamp_(*self.start.scheme.code_range).to(self.start.codes.dtype)
         return replace(self.start, codes=codes, scales=self._scales())
 
     def _scales(self) -> torch.Tensor:
@@ -108,7 +108,7 @@ class _Learned:
         steps = q.codes.float() - (0 if q.zeros is None else _spread(q.zeros, q).float())
         by_scale = (gradient * steps).view(*q.scales.shape, -1).sum(-1)
         self.factors.sub_(by_scale.sign(), alpha=rate * SCALE_RATE).clamp_(1 - SCALE_RANGE, 1 + SCALE_RANGE)
-        self.positions.sub_(gradient.sign(), alpha=rate).clamp_(self.low - HALF, self.high + HALF)
+        self.positions.sub_(gradient.sign(), alpha=rate)
 
 
 def _spread(values: torch.Tensor, q: QuantizedLinear) -> torch.Tensor:

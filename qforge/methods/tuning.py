@@ -5,7 +5,7 @@ Letters: O output features, I input features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -20,17 +20,17 @@ class Block(Protocol):
     Attributes:
         start: the linears by name, as they are now.
         targets: what each rounds, `[O, I]` fp32.
-        batches: how many batches of calibration text there are.
+        parts: parts of the calibration text, each for one gradient.
     """
 
     start: Mapping[str, QuantizedLinear]
     targets: Mapping[str, torch.Tensor]
-    batches: int
+    parts: Sequence[object]
 
-    def error(self, batch: int, weights: Mapping[str, torch.Tensor]) -> float:
+    def error(self, part: int, weights: Mapping[str, torch.Tensor]) -> float:
         """How far the block's outputs are from the unquantized model's, with these weights `[O, I]` fp32 in its linears and fed by the quantized model: a mean over tokens."""
 
-    def gradients(self, batch: int, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def gradients(self, part: int, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """That error's gradients by the weights, `[O, I]` fp32."""
 
 

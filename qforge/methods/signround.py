@@ -1,15 +1,17 @@
-"""Learned rounding (SignRound, Cheng et al., arXiv 2309.05516): codes and scales of a block's linears, moved together by the signs of gradients of the block's output error.
+"""Learned rounding: codes and scales of a block's linears moved together along gradients of the block's output error, as SignRound does (Cheng et al., arXiv 2309.05516).
 
-A code is the nearest integer to a position that is learned; gradients pass through the rounding as if it were not there. Here the positions begin where GPTQ's codes are, each
-as near to its weight as its code allows, so that those codes that the error feedback moved are the first to move again; no code moves by more than one.
-Steps shrink linearly to nothing, so that a position travels half a code at most.
+A code is the nearest integer to a position that is learned; gradients pass through the rounding as if it were not there. SignRound starts from weights rounded to nearest
+and takes signs of gradients. Here positions start at GPTQ's codes, which a step of every position at once would destroy: sizes count, relative to those of the same input,
+averaged over steps, so that a code moves where the text keeps asking for it. What was not learned from decides which step is kept, the start among them.
+
+stories15M, int4 group 32, block error on calibration text that was not learned from, of what GPTQ gave: signs from the paper's start 1.08 to 1.31 after 200 steps,
+this .984 to .999. See docs/log.md for what that does to the model.
 
 Letters: O output features, I input features, C groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,13 +24,12 @@ from qforge.methods.tuning import Block
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
 
-HALF = 0.499  # of a code: a position this far from it still rounds to it
-START = 1.0
-RATE = 1.0
-SCALE_RATE = 0.1  # steps of scales, relative to those of positions
-SCALE_RANGE = 0.25  # how far a scale may move, relative to itself
-HELD_OUT = 8  # one part of so many of the batches is not learned from, and decides which step was the best
-CHECKS = 10  # how many times that is asked
+RATE = 0.5  # codes that a position with gradients of typical size travels in twice all steps; they shrink linearly. Too little moves no code, 1 moves too many at once
+LARGEST = 3.0  # of a gradient, relative to those of the same input
+MOMENTUM = 0.9
+SCALE_RATE = 0.1  # steps of scales relative to themselves, as a part of those of positions
+HELD_OUT = 8  # one part of so many of the calibration text is not learned from
+CHECKS = 10  # how many times the error there is measured
 
 
 class SignRound(GPTQ):
@@ -48,24 +49,23 @@ class SignRound(GPTQ):
 
     def tune(self, block: Block, options: Options) -> dict[str, QuantizedLinear]:
         """See `BlockTuner.tune`."""
-        learned = {name: _Learned.of(q, block.targets[name]) for name, q in block.start.items()}
-        generator = torch.Generator().manual_seed(0)
+        learned = {name: _Learned.of(q) for name, q in block.start.items()}
         count = len(block.parts)
         last = count - count // HELD_OUT
-        order: list[int] = []
+        judges = range(last, count) if last < count else range(count)
+        generator, order = torch.Generator().manual_seed(0), []
         best, found = float("inf"), dict(block.start)
         every = max(1, options.steps // CHECKS)
         for step in range(options.steps + 1):
+            weights = {name: x.weight() for name, x in learned.items()}
             if step % every == 0 or step == options.steps:
-                weights = {name: x.weight() for name, x in learned.items()}
-                error = sum(block.error(i, weights) for i in range(last if last < count else 0, count))
+                error = sum(block.error(part, weights) for part in judges)
                 if error < best:
                     best, found = error, {name: x.quantized() for name, x in learned.items()}
             if step < options.steps:
                 order = order or torch.randperm(last, generator=generator).tolist()
-                rate = RATE / options.steps * (1 - step / options.steps)
-                for name, gradient in block.gradients(order.pop(), {name: x.weight() for name, x in learned.items()}).items():
-                    learned[name].move(gradient, rate)
+                for name, gradient in block.gradients(order.pop(), weights).items():
+                    learned[name].move(gradient, RATE / options.steps * (1 - step / options.steps))
         return found
 
 
@@ -76,27 +76,28 @@ class _Learned:
     Attributes:
         start: where it began.
         positions: `[O, I]` fp32; their nearest integers are the codes.
+        mean: `[O, I]` fp32, of the gradients so far, newer ones counting more.
         factors: `[O, C]` fp32, what the scales are multiplied by.
     """
 
     start: QuantizedLinear
     positions: torch.Tensor
+    mean: torch.Tensor
     factors: torch.Tensor
 
     @classmethod
-    def of(cls, q: QuantizedLinear, target: torch.Tensor) -> _Learned:
+    def of(cls, q: QuantizedLinear) -> _Learned:
         """Where learning begins."""
         codes = q.codes.float()
-        away = target / _spread(q.scales, q) + (0 if q.zeros is None else _spread(q.zeros, q).float()) - codes
-        return cls(q, codes.add_(away.clamp_(-HALF, HALF), alpha=START), torch.ones_like(q.scales))
+        return cls(q, codes, torch.zeros_like(codes), torch.ones_like(q.scales))
 
     def quantized(self) -> QuantizedLinear:
-        """As it is now."""
-        codes = self.positions.round().clamp_(*self.start.scheme.code_range).to(self.start.codes.dtype)
-        return replace(self.start, codes=codes, scales=self._scales())
-
-    def _scales(self) -> torch.Tensor:
-        return numerics.round_scale(self.start.scales * self.factors, self.start.scheme.scale.type)
+        """As it is now: codes at most one from where they began."""
+        before, (low, high) = self.start.codes.float(), self.start.scheme.code_range
+        codes = self.positions.round().clamp_(low, high)
+        codes = torch.minimum(torch.maximum(codes, before - 1), before + 1)
+        scales = numerics.round_scale(self.start.scales * self.factors, self.start.scheme.scale.type)
+        return replace(self.start, codes=codes.to(self.start.codes.dtype), scales=scales)
 
     def weight(self) -> torch.Tensor:
         """`[O, I]` fp32, as it is now."""
@@ -105,11 +106,9 @@ class _Learned:
     def move(self, gradient: torch.Tensor, rate: float) -> None:
         """One step against the gradient by the weight `[O, I]`, in place."""
         q = self.quantized()
-        steps = q.codes.float() - (0 if q.zeros is None else _spread(q.zeros, q).float())
-        by_scale = (gradient * steps).view(*q.scales.shape, -1).sum(-1)
-        self.factors.sub_(by_scale.sign(), alpha=rate * SCALE_RATE).clamp_(1 - SCALE_RANGE, 1 + SCALE_RANGE)
-        self.positions.sub_(gradient.sign(), alpha=rate)
-
-
-def _spread(values: torch.Tensor, q: QuantizedLinear) -> torch.Tensor:
-    return numerics.expand(values, q.scheme, q.out_features, q.in_features)
+        zeros = 0 if q.zeros is None else numerics.expand(q.zeros, q.scheme, q.out_features, q.in_features).float()
+        by_scale = (gradient * (q.codes.float() - zeros)).view(*q.scales.shape, -1).sum(-1)
+        self.factors.sub_(by_scale.sign(), alpha=rate * SCALE_RATE)
+        self.mean.lerp_(gradient, 1 - MOMENTUM)
+        typical = self.mean.square().mean(0).sqrt().clamp(min=1e-30)
+        self.positions.sub_((self.mean / typical).clamp_(-LARGEST, LARGEST), alpha=rate)

@@ -128,8 +128,12 @@ def _block(plan: Plan, blocks: BlockModel) -> _Block:
 
 
 def _kept_bytes(block: _Block, hidden: int) -> int:
-    """Of one token: both streams before a block (what a tuned one takes, twice), what the unquantized block feeds its linears in half precision, and what waits at the widest linear."""
-    return 4 * (block.streams + bool(block.steps)) * hidden + (int(2 * sum(i * share for i, share in block.inputs)) if block.streams == 2 else 0) + 4 * (2 * hidden + max(i for _, i, _ in block.shapes))
+    """Of one token: both streams before a block (a tuned one's input twice), what the unquantized block feeds its linears in half precision, and what waits at the widest linear."""
+    return (
+        4 * (block.streams + bool(block.steps)) * hidden
+        + (int(2 * sum(i * share for i, share in block.inputs)) if block.streams == 2 else 0)
+        + 4 * (2 * hidden + max(i for _, i, _ in block.shapes))
+    )
 
 
 def _quantize_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:

@@ -39,7 +39,7 @@ def backwards(blocks: BlockModel, kept: list[list[Kept]], last: Sequence[torch.T
         blocks: the model.
         kept: what each block took, by block and batch; used up.
         last: what the last block gave, `[B, T, D]`, batch by batch.
-        watch: called with a linear's name, or a block's, and the gradient of log p(y) by its outputs, `[B, T, O]`, batch by batch; for the head, with roots of expected squares, `[N, V]`.
+        watch: called with a linear's name, or a block's, and the gradient of log p(y) by its outputs, `[B, T, O]`; for the head, with roots of expected squares, `[N, V]`.
         progress: told of every block.
     """
     gradients = _by_last(blocks, last, watch)

@@ -53,7 +53,8 @@ class SignRound(GPTQ):
         count = len(block.parts)
         last = count - count // HELD_OUT
         judges = range(last, count) if last < count else range(count)
-        generator, order = torch.Generator().manual_seed(0), []
+        generator = torch.Generator().manual_seed(0)
+        order: list[int] = []
         best, found = float("inf"), dict(block.start)
         every = max(1, options.steps // CHECKS)
         for step in range(options.steps + 1):

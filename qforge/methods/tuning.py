@@ -15,17 +15,15 @@ from qforge.qlinear import QuantizedLinear
 
 
 class Block(Protocol):
-    """A decoder block whose linears have been quantized, one by one, and may be improved together.
+    """A decoder block whose linears have been quantized, one by one, and may be improved together."""
 
-    Attributes:
-        start: the linears by name, as they are now.
-        targets: what each rounds, `[O, I]` fp32.
-        parts: parts of the calibration text, each for one gradient.
-    """
+    @property
+    def start(self) -> Mapping[str, QuantizedLinear]:
+        """The linears by name, as they are now."""
 
-    start: Mapping[str, QuantizedLinear]
-    targets: Mapping[str, torch.Tensor]
-    parts: Sequence[object]
+    @property
+    def parts(self) -> Sequence[object]:
+        """Parts of the calibration text, each for one gradient."""
 
     def error(self, part: int, weights: Mapping[str, torch.Tensor]) -> float:
         """How far the block's outputs are from the unquantized model's, with these weights `[O, I]` fp32 in its linears and fed by the quantized model: a mean over tokens."""

@@ -128,7 +128,7 @@ def _block(plan: Plan, blocks: BlockModel) -> _Block:
 
 
 def _kept_bytes(block: _Block, hidden: int) -> int:
-    """Of one token: both streams before a block (a tuned one's input twice), what the unquantized block feeds its linears in half precision, and what waits at the widest linear."""
+    """Of one token: both streams before a block (a tuned one's input twice), what the unquantized block feeds its linears in half precision, what waits at the widest linear."""
     return (
         4 * (block.streams + bool(block.steps)) * hidden
         + (int(2 * sum(i * share for i, share in block.inputs)) if block.streams == 2 else 0)

@@ -4,8 +4,8 @@ A code is the nearest integer to a position that is learned; gradients pass thro
 and takes signs of gradients. Here positions start at GPTQ's codes, which a step of every position at once would destroy: sizes count, relative to those of the same input,
 averaged over steps, so that a code moves where the text keeps asking for it. What was not learned from decides which step is kept, the start among them.
 
-stories15M, int4 group 32, block error on calibration text that was not learned from, of what GPTQ gave: signs from the paper's start 1.08 to 1.31 after 200 steps,
-this .984 to .999. See docs/log.md for what that does to the model.
+stories15M, int4 group 32, block error on the part that was not learned from, relative to GPTQ's (which has seen that part): signs, positions as near to their weights as GPTQ's
+codes allow, 1.08 to 1.31 after 200 steps; this .984 to .999. docs/log.md says what that does to the model.
 
 Letters: O output features, I input features, C groups.
 """

@@ -6,7 +6,6 @@ Letters: B windows, T tokens, D hidden width, O output features, I input feature
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -64,8 +63,7 @@ class TunedBlock:
 
     def gradients(self, part: int, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """See `Block.gradients`."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=_fast_bfloat16()):  # 1 % of the signs change
-            error = self._error(part, weights, gradients=True)
+        error = self._error(part, weights, gradients=True)
         found = torch.autograd.grad(error, [self.linears[n].weight for n in weights], allow_unused=True, materialize_grads=True)
         return dict(zip(weights, found, strict=True))
 
@@ -73,8 +71,8 @@ class TunedBlock:
         batch, rows = self.parts[part]
         self._set(weights, gradients=gradients)
         output, wanted = self._run(self.inputs[batch].load()[rows], gradients=gradients), self.outputs[batch].load()[rows]
-        with torch.set_grad_enabled(gradients), torch.autocast("cpu", enabled=False):
-            difference = output.float() - wanted
+        with torch.set_grad_enabled(gradients):
+            difference = output - wanted
             weighed = difference if self.metric is None else difference @ self.metric
             return (weighed * difference).sum(-1).mean()
 
@@ -135,13 +133,6 @@ def step_rows(windows: int, tokens: int) -> list[slice]:
     """How a batch of so many windows is cut for gradients."""
     size = max(1, STEP_TOKENS // tokens)
     return [slice(start, min(start + size, windows)) for start in range(0, windows, size)]
-
-
-@functools.cache
-def _fast_bfloat16() -> bool:
-    """Whether products in bf16 are faster than in fp32 (2.2 times on Zen 4)."""
-    found = torch.cpu.get_capabilities()
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 def _through(rounding: Rounding) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:

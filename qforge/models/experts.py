@@ -73,7 +73,7 @@ class Experts(nn.Module):
             rows, slots = torch.where(top_k_index == i)
             if len(rows):
                 with _routed(rows):
-                    out.index_add_(0, rows, (expert(hidden[rows]) * top_k_weights[rows, slots, None]).to(out.dtype))
+                    out.index_add_(0, rows, expert(hidden[rows]) * top_k_weights[rows, slots, None])
         return out
 
 

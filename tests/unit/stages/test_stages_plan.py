@@ -44,7 +44,7 @@ def test_a_plan_writes_nothing_and_predicts_the_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        ({"quantize": {"method": "signround", "scheme": "int4-g32-sym"}}, UnsupportedError, "method signround is not available yet"),
+        ({"quantize": {"method": "signround", "scheme": "nf4"}}, UnsupportedError, "learned rounding is for integers"),
         ({"quantize": {"method": ["smoothquant", "gptq"], "scheme": "int4-g32-sym"}}, UnsupportedError, r"method smoothquant: int4-g32-sym: .*add.*\+int8-token"),
         ({"quantize": {**QUANTIZE, "scheme": "int4-g48-sym"}}, RecipeError, r"q_proj.*48 does not divide.*64.*32"),
         ({"quantize": {**QUANTIZE, "scheme": "int4-g32-sym@u8/tensor:f32"}}, UnsupportedError, "two-level"),

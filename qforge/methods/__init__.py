@@ -12,7 +12,9 @@ from qforge.methods.transform import Transform
 
 __all__ = ["Options", "Quantizer", "Stats", "Transform", "available", "find", "find_transforms", "statistics_needed"]
 
-_QUANTIZERS: dict[str, Quantizer] = {q.name: q for q in (RTN(), GPTQ(), RTN("fp8"), RTN("nf4", search=False), RTN("awq", weighted=True), RTN("smoothquant"), RTN("rotate"))}
+_QUANTIZERS: dict[str, Quantizer] = {
+    q.name: q for q in (RTN(), GPTQ(), RTN("fp8"), RTN("nf4", search=False), RTN("awq", weighted=True), RTN("smoothquant", search=False), RTN("rotate"))
+}
 _QUANTIZERS["auto"] = _QUANTIZERS["gptq"]  # what rounds, once schemes are chosen
 _TRANSFORMS: dict[str, Transform] = {t.name: t for t in (AWQ(), SmoothQuant())}
 

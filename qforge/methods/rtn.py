@@ -1,7 +1,7 @@
 """Round to nearest: every weight to the closest representable value.
 
 `rtn` needs no calibration: scales have the least squared rounding error (`scales.choose`), or with `options.scale_search` off that of the full range, the plain
-yardstick. KL divergence of stories15M, int4 group 32: .153 plain, RTNKL searched.
+yardstick. KL divergence of stories15M, int4 group 32: .157 plain, .115 searched.
 """
 
 from __future__ import annotations

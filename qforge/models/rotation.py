@@ -105,7 +105,9 @@ def _described(turn: Turn) -> str:
 
 
 def rotated(model: Model) -> Model:
-    """The model in turned coordinates: equal logits to fp32 accuracy, before its tensors are stored in its dtype again. Tied embeddings come untied, since only the head takes the last norm's weight.
+    """The model in turned coordinates: equal logits to fp32 accuracy, before its tensors are stored in its dtype again.
+
+    Tied embeddings come untied, since only the head takes the last norm's weight.
 
     Raises:
         UnsupportedError: a rotation does not pass through some part of the model; the message names it.

@@ -1,7 +1,8 @@
 """Round to nearest: every weight to the closest representable value.
 
 `rtn` needs no calibration: scales have the least squared rounding error (`scales.choose`), or with `options.scale_search` off that of the full range, the plain
-yardstick. KL divergence of stories15M, int4 group 32: .157 plain, .115 searched.
+yardstick. KL divergence of stories15M, int4 group 32: .157 plain, .115 searched. Codes of eight bits take the full range: a search without the inputs' weights lowers the
+error by .3 % (integers) or 2 % (FP8), and clips what a few large activations depend on (SmolLM2 after SmoothQuant, int8: KL divergence .030 searched, .011 plain).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class RTN:
     def quantize(self, weight: torch.Tensor, scheme: Scheme, stats: Stats | None, options: Options) -> tuple[QuantizedLinear, str | None]:
         """See `Quantizer.quantize`."""
         check_finite(weight)
+        search = self._search and options.scale_search and (self._weighted or scheme.bits < 8)
         importance = stats.hessian.diagonal() if self._weighted and stats is not None and stats.hessian is not None else None
-        s, z = scales.choose(weight, scheme, importance, search=self._search and options.scale_search)
+        s, z = scales.choose(weight, scheme, importance, search)
         return numerics.quantize(weight, scheme, s, z, upper=numerics.super_scales(weight, scheme)), None

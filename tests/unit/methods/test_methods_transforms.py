@@ -155,6 +155,6 @@ def test_rounding_to_nearest_searches_its_scales_below_eight_bits() -> None:
             errors[text, search] = float((numerics.dequantize(q) - w).norm())
         assert quantizer.needs(Options()) == frozenset()
     for text in ("int4-g32-sym", "int3-g32-asym", "nvfp4"):
-        assert errors[text, True] < 0.95 * errors[text, False]
+        assert errors[text, True] < 0.98 * errors[text, False]
     for text in ("int8-channel-sym", "fp8-e4m3-channel"):
         assert errors[text, True] == errors[text, False]

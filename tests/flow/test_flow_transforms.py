@@ -119,6 +119,16 @@ def test_a_rotated_artifact_is_a_plain_model_for_others(tmp_path: Path, dtype: t
     assert results.evaluation.reference["perplexity"] == pytest.approx(plain.candidate["perplexity"], rel=1e-3)  # the reference is not rotated
 
 
+def test_a_rotated_head_can_be_quantized_too(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "model")
+    quantize = {"method": "rotate", "scheme": "w8a8-int8", "ignore": [], "overrides": [{"match": "lm_head", "scheme": "int8-channel-sym"}]}
+    results = qforge.quantize(write_recipe(tmp_path, quantize=quantize, export=[]), out=tmp_path / "out")
+    assert results.evaluation is not None
+    assert results.evaluation.kl_mean is not None
+    assert results.evaluation.kl_mean < 0.01
+    assert str(open_model(str(tmp_path / "out")).schemes["lm_head"]) == "int8-channel-sym"
+
+
 @pytest.mark.parametrize("transform", ["awq", "rotate"])
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transform: str) -> None:
     tiny.make(tmp_path / "model", "qwen2", dtype=torch.bfloat16)

@@ -74,6 +74,11 @@ class BlockModel:
         full = f"{self.block_names[index]}.{name}"
         return self._stored.get(full) or experts.stored_module(self._stored, full)
 
+    def module(self, index: int) -> nn.Module:
+        """A block's module, its weights on the meta device unless the block is open."""
+        module: nn.Module = self._blocks[index]
+        return module
+
     def linears(self, index: int) -> dict[str, nn.Linear]:
         """The linear layers of a block by full module name, in the order of the modelling code (their weights may be on the meta device)."""
         return {self.full_name(index, n): m for n, m in self._blocks[index].named_modules() if isinstance(m, nn.Linear)}

@@ -73,9 +73,7 @@ def test_files_that_are_no_text_or_not_there_are_refused(model: Path, tmp_path: 
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "flags", [[], ["--prompt", "a", "--prompts", "b"], ["--prompt", "a", "--max-tokens", "0"], ["--prompt", "a", "--temperature", "-1"], ["--prompt", "a", "--activations", "int8"]]
-)
+@pytest.mark.parametrize("flags", [[], ["--prompt", "a", "--prompts", "b"], ["--prompt", "a", "--max-tokens", "0"], ["--prompt", "a", "--temperature", "-1"]])
 def test_bad_flags_exit_with_2(model: Path, flags: list[str]) -> None:
     assert _run("generate", model, *flags) == 2
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from qforge.report import choice
+from qforge.report import choice, quality
 from qforge.report.numbers import MISSING, figure, interval, number, percent, seconds, size
 
 WORST_LAYERS = 10
@@ -78,31 +78,7 @@ def _verdict(results: Mapping[str, Any]) -> tuple[bool | None, str, list[str]]:
 
 def _quality(results: Mapping[str, Any]) -> Table | None:
     e = results.get("evaluation")
-    if e is None:
-        return None
-    rows: list[Row] = []
-    reference = e.get("reference") or {}
-    if e.get("base"):
-        rows.append(("perplexity of the base model, before adapters", number(e["base"]["perplexity"]), MISSING))
-    if reference:
-        rows.append(("perplexity of the original" + (" (merged)" if results.get("adapters") else ""), number(reference["perplexity"]), MISSING))
-    rows.append(("perplexity of the quantized model", number(e["candidate"]["perplexity"]), MISSING))
-    for label, name, digits in (
-        ("perplexity ratio, quantized / original", "perplexity_ratio", 4),
-        ("KL divergence, mean (nats per token)", "kl_mean", 4),
-        ("KL divergence, 99th percentile", "kl_p99", 4),
-        ("top-1 agreement", "top1_agreement", 4),
-    ):
-        if e.get(name) is not None:
-            rows.append((label, number(e[name], digits), interval(e.get(f"{name}_ci95"), digits)))
-    for task, value in (e.get("tasks") or {}).items():
-        rows.append((f"task {task}", str(value), MISSING))
-    protocol = e.get("protocol") or {}
-    unit = protocol.get("cluster", "cluster")
-    words = f"{e['tokens']:,} scored tokens; intervals resample {len(e['clusters']):,} {unit}{'s' if len(e['clusters']) != 1 else ''}. Quantized model: {e['engine']}."
-    if e.get("reference_engine"):
-        words += f" Original: {e['reference_engine']}."
-    return Table("Quality", ("figure", "value", "95 % interval"), rows, words)
+    return None if e is None else Table("Quality", ("figure", "value", "95 % interval"), quality.rows(e, bool(results.get("adapters"))), quality.described(e))
 
 
 def _gates(results: Mapping[str, Any]) -> Table | None:

@@ -24,6 +24,7 @@ from qforge.report.summary import summary
 
 VOID = {"meta", "link"}
 FIGURES = [
+    "1.0417", "0.0441 to 0.0472", "0.3211 to 0.3444", "1.1876 to 1.2991", "3.4567", "9.8765", "0.8101 to 0.8145", "-1.230%", "9.870%", "4.03%", "2.030% to 2.210%",
     "1.0833", "1.0789 to 1.0877", "0.1257 to 0.1362", "1.2346", "0.7754", "31.4159", "113.0 MB", "269.0 MB", "42.0%", "4.250", "6.720", "134,515,008",
     "89,250 scored tokens", "350 windows", "1.2 GB", "151.0 MB", "3 min 07 s", "4 min 51 s", "31 pieces computed", "4 pieces resumed", "qforge 0.1.0",
     "transformers 5.23.0", "llama.cpp b6500", "KL 0.000310", "top-1 99.21%", "4,096 positions", "weights equal bit for bit", "WEIGHTS DIFFER",
@@ -126,8 +127,13 @@ def test_the_page_needs_nothing_from_outside(results: dict[str, Any]) -> None:
 def test_plots_hold_their_numbers(results: dict[str, Any]) -> None:
     parsed = page(html(gather(results)))
     labels = [a["aria-label"] for t, a in parsed.seen if t == "svg"]
-    assert labels == ["perplexity of each window, original and quantized", "histogram of KL divergence", "relative error of each layer"]
-    assert sum(t == "circle" for t, _ in parsed.seen) == 350
+    assert labels[:2] == ["KL divergence by position", "histogram of the KL divergence of tokens"]
+    assert labels[2:] == ["perplexity of each window, original and quantized", "histogram of KL divergence", "relative error of each layer"]
+    assert sum(t == "circle" for t, _ in parsed.seen) == 350 + 8
+    assert "1 to 1 tokens before: 0.2000 (350 tokens)" in parsed.text
+    assert "0.01 to 0.1 nats: 40,000 tokens" in parsed.text
+    assert "original expected" in parsed.text
+    assert "91.2% → 0.1%" in parsed.text
     layer = results["layers"][0]
     assert f"{layer['name']}: {layer['relative_error']:.4f} (int4-g64-sym)" in parsed.text
     for tag, attributes in parsed.seen:

@@ -229,6 +229,29 @@ class LayerResult:
 
 
 @dataclass(frozen=True, slots=True)
+class BlameResult:
+    """What came back when a part of the model was restored to full precision: `kl_mean` of the rest, and the share of the whole divergence that went (`returned`).
+
+    `name`: a decoder block, a linear, or `everything outside of the blocks`; `part_of`: the block that a linear was singled out of.
+    """
+
+    name: str
+    kl_mean: float
+    returned: float
+    part_of: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """Where a divergence comes from, largest share first, measured on `tokens` positions. `words`: what that comes to."""
+
+    tokens: int
+    kl_mean: float
+    parts: list[BlameResult]
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
 class Results:
     """What a run leaves in results.json; the report reads only this. Field names are a contract. `parts`: seconds of what a stage of `timings` consists of, by stage."""
 
@@ -251,6 +274,7 @@ class Results:
     warnings: list[str] = field(default_factory=list)
     auto: dict[str, Any] | None = None
     parts: dict[str, dict[str, float]] = field(default_factory=dict)
+    blame: Blame | None = None
     schema_version: int = 1
 
     @property

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -16,6 +17,8 @@ from qforge.errors import DataError
 from qforge.evaluate.compare import compare
 from qforge.evaluate.sides import read
 from qforge.types import Cluster, Evaluation
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 def evaluation(*, clusters: int = 300, seed: int = 0, nll: float = 0.0, kl: float = 0.0, agree: float = 0.0, noise: float = 0.01, alone: bool = False) -> dict[str, Any]:
@@ -209,6 +212,7 @@ def test_the_files_that_a_pull_request_needs(tmp_path: Path, capsys: pytest.Capt
     data = json.loads(streams.out)
     assert streams.err.startswith("FAILED: significantly worse")
     assert json.loads((tmp_path / "out" / "comparison.json").read_text()) == data
+    jsonschema.validate(data, json.loads((DOCS / "comparison.schema.json").read_text()), cls=jsonschema.Draft202012Validator)
     assert data["passed"] is False
     assert [r["name"] for r in data["rows"]] == ["perplexity", "kl_mean", "top1_agreement"]
     comment = (tmp_path / "out" / "comparison.md").read_text()

@@ -71,7 +71,7 @@ def _evaluation(rng: random.Random) -> Evaluation:
         power={"perplexity_ratio": 0.0123, "kl_mean": 0.002, "top1_agreement": 0.004},
         top1_agreement=0.775421,
         top1_agreement_ci95=(0.7711, 0.7797),
-        base={"perplexity": 31.41592},
+        base={"perplexity": 31.41592, "nll": 3.4473},
         reference_engine="transformers 5.23.0",
     )
 

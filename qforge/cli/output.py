@@ -71,10 +71,10 @@ def _kind(name: str) -> str:
 
 def print_evaluation(evaluation: Evaluation, *, to_stderr: bool = False) -> None:
     """Perplexity, and what there is beside a reference."""
-    from qforge.report import quality
+    from qforge.report import numbers, quality
 
     found = quality.rows(asdict(evaluation), adapters=False)
-    rows = [(label, value if ends == quality.MISSING else f"{value} ({ends})") for label, value, ends in found]
+    rows = [(label, value if ends == numbers.MISSING else f"{value} ({ends})") for label, value, ends in found]
     rows.append(("measured", quality.described(asdict(evaluation))))
     rows.append(("protocol", ", ".join(f"{k} {v}" for k, v in evaluation.protocol.items() if isinstance(v, int | float | str | bool))))
     table(rows, to_stderr=to_stderr)

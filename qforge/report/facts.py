@@ -47,6 +47,7 @@ def gather(results: Mapping[str, Any]) -> Facts:
     tables = [
         _quality(results),
         _gates(results),
+        _blame(results),
         _sizes(results),
         *_choice(results),
         _exports(results),
@@ -66,6 +67,7 @@ def _verdict(results: Mapping[str, Any]) -> tuple[bool | None, str, list[str]]:
     gates = [g for g in results.get("gates") or [] if g.get("on", "error") != "off"]
     failed = [g for g in gates if not g["passed"]]
     reasons = [f"{g['name']} is {figure(g['name'], g['value'])}, the limit is {g['limit']}" + (" (a warning only)" if g.get("on") == "warn" else "") for g in failed]
+    reasons += [results["blame"]["words"]] if failed and results.get("blame") else []
     hard = [g for g in failed if g.get("on", "error") == "error"]
     if hard:
         return False, f"FAILED: {len(hard)} of {len(gates)} gates", reasons
@@ -87,6 +89,21 @@ def _gates(results: Mapping[str, Any]) -> Table | None:
         for g in results.get("gates") or []
     ]
     return Table("Gates", ("figure", "verdict", "value", "limit", "95 % interval"), rows) if rows else None
+
+
+def _blame(results: Mapping[str, Any]) -> Table | None:
+    found = results.get("blame")
+    if not found:
+        return None
+    rows: list[Row] = [(("  " if p.get("part_of") else "") + p["name"], percent(p["returned"], 1, sign=True), number(p["kl_mean"])) for p in _nested(found["parts"])]
+    words = f"On {found['tokens']:,} tokens the KL divergence is {number(found['kl_mean'])}. Measured: {found['words']}."
+    return Table("Where the divergence comes from", ("restored to full precision", "of the divergence that goes", "KL divergence left"), rows, words)
+
+
+def _nested(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The worst blocks, each followed by its linears."""
+    blocks = [p for p in parts if not p.get("part_of")][:WORST_LAYERS]
+    return [row for b in blocks for row in (b, *(p for p in parts if p.get("part_of") == b["name"]))]
 
 
 def _sizes(results: Mapping[str, Any]) -> Table:

@@ -279,8 +279,8 @@ class Results:
 
     @property
     def passed(self) -> bool:
-        """Whether no gate that is an error failed."""
-        return all(g.passed or g.on != "error" for g in self.gates)
+        """Whether no gate that is an error failed, and every export holds the artifact's weights."""
+        return all(g.passed or g.on != "error" for g in self.gates) and not any(v.weights_equal is False for e in self.exports for v in e.verified_by)
 
     def to_json(self) -> str:
         """The text of results.json."""

@@ -68,9 +68,12 @@ def _verdict(results: Mapping[str, Any]) -> tuple[bool | None, str, list[str]]:
     failed = [g for g in gates if not g["passed"]]
     reasons = [f"{g['name']} is {figure(g['name'], g['value'])}, the limit is {g['limit']}" + (" (a warning only)" if g.get("on") == "warn" else "") for g in failed]
     reasons += [results["blame"]["words"]] if failed and results.get("blame") else []
+    broken = [e["format"] for e in results.get("exports") or [] if any(v.get("weights_equal") is False for v in e.get("verified_by") or [])]
+    reasons += [f"the weights of export {name} are not the artifact's; see Exports" for name in broken]
     hard = [g for g in failed if g.get("on", "error") == "error"]
-    if hard:
-        return False, f"FAILED: {len(hard)} of {len(gates)} gates", reasons
+    if hard or broken:
+        told = ([f"{len(hard)} of {len(gates)} gates"] if hard else []) + [f"export {name}" for name in broken]
+        return False, f"FAILED: {', '.join(told)}", reasons
     if not gates:
         return None, "DONE: nothing was gated", reasons
     if failed:

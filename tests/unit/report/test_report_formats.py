@@ -199,7 +199,7 @@ def test_the_same_text_twice_is_said_aloud(results: dict[str, Any]) -> None:
 
 def test_summary_rows(results: dict[str, Any]) -> None:
     rows = dict(summary(results))
-    assert rows["result"] == "FAILED: 1 of 3 gates"
+    assert rows["result"] == "FAILED: 1 of 3 gates, export gptq"
     assert rows["perplexity ratio"].endswith("(95 %: 1.0789 to 1.0877)")
     assert rows["gate top1_agreement"] == "FAILED: 0.7754 is not >= 0.80"
     assert rows["gate size_ratio"].startswith("WARNING")

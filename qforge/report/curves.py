@@ -10,7 +10,7 @@ from typing import Any
 from qforge.report.numbers import number, size
 from qforge.report.plots import Tick
 
-WIDTH, HEIGHT = 520.0, 220.0
+WIDTH, HEIGHT = 380.0, 200.0
 Data = Mapping[str, Any]
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Protocol
 
 from qforge.errors import UnsupportedError
+from qforge.export.artifact import ArtifactExporter
+from qforge.export.awq import AwqExporter
 from qforge.export.gguf import GgufExporter
 from qforge.export.gptq import GptqExporter
 from qforge.models.model import Model
@@ -27,9 +29,12 @@ class Exporter(Protocol):
         """Write the files into `folder` and return their paths."""
 
 
+_PLAIN: dict[str, Exporter] = {e.name: e for e in (GptqExporter(), AwqExporter(), ArtifactExporter("compressed-tensors"), ArtifactExporter("bitsandbytes"))}
+
+
 def available() -> list[str]:
     """Formats that can be written today."""
-    return ["gguf", "gptq"]
+    return ["gguf", *_PLAIN]
 
 
 def exporter(format_name: str, type_name: str | None = None) -> Exporter:
@@ -40,8 +45,8 @@ def exporter(format_name: str, type_name: str | None = None) -> Exporter:
     """
     if format_name == "gguf":
         return GgufExporter(type_name or "auto")
-    if format_name == "gptq":
+    if format_name in _PLAIN:
         if type_name is not None:
-            raise UnsupportedError(f"export gptq takes no type ('{type_name}' was given); leave it out")
-        return GptqExporter()
+            raise UnsupportedError(f"export {format_name} takes no type ('{type_name}' was given); leave it out")
+        return _PLAIN[format_name]
     raise UnsupportedError(f"export {format_name} is not available yet; available: {', '.join(available())}")

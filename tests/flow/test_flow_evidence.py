@@ -24,7 +24,7 @@ from qforge.errors import DataError
 from qforge.evaluate.compare import Comparison, compare
 from qforge.evaluate.divergence import evaluate
 from qforge.evaluate.sides import parse
-from qforge.export.verify import verify_gptq
+from qforge.export.verify_checkpoint import verify_words
 from qforge.models.lora import with_adapters
 from qforge.models.model import open_model
 from qforge.report.facts import gather
@@ -104,7 +104,7 @@ def test_an_export_that_holds_other_weights_fails_the_run(tmp_path: Path, sabota
     assert results.passed
     folder = tmp_path / "out" / "exports" / "gptq"
     artifact = open_model(str(tmp_path / "out" / "model"))
-    assert verify_gptq(folder, artifact).weights_equal
+    assert verify_words(folder, artifact).weights_equal
     name = TARGET if sabotage.startswith("zero") else "model.layers.1.self_attn.q_proj"
 
     def change(t: Tensors) -> None:
@@ -115,7 +115,7 @@ def test_an_export_that_holds_other_weights_fails_the_run(tmp_path: Path, sabota
             t[f"{name}.qweight"] = heads[:, [1, 0, 2, 3]].reshape(t[f"{name}.qweight"].shape)
 
     tamper(folder, change)
-    check = verify_gptq(folder, artifact)
+    check = verify_words(folder, artifact)
     assert check.weights_equal is False
     assert check.note is not None
     assert name in check.note

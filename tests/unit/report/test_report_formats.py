@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,9 @@ def test_a_reader_finds(results: dict[str, Any], figure: str) -> None:
 
 def test_the_verdict_comes_first(results: dict[str, Any]) -> None:
     text = markdown(gather(results))
-    assert text.splitlines()[2] == "**FAILED: 1 of 3 gates**"
+    assert text.splitlines()[2] == "**FAILED: 1 of 3 gates, export gptq**"
     assert unescaped(text.splitlines()[4]) == "- top1_agreement is 0.7754, the limit is >= 0.80"
-    assert page(html(gather(results))).text.startswith("qforge: demo FAILED: 1 of 3 gates")
+    assert page(html(gather(results))).text.startswith("qforge: demo FAILED: 1 of 3 gates, export gptq")
 
 
 @pytest.mark.parametrize(
@@ -99,12 +100,22 @@ def test_the_verdict_comes_first(results: dict[str, Any]) -> None:
     ],
 )
 def test_verdicts(results: dict[str, Any], gates: list[tuple[str, bool]], verdict: str, good: bool | None) -> None:
-    changed = {**results, "gates": [{"name": "kl_mean", "limit": "<= 1", "value": 0.5, "passed": p, "on": on, "interval": None} for on, p in gates]}
+    changed = {**results, "exports": [], "gates": [{"name": "kl_mean", "limit": "<= 1", "value": 0.5, "passed": p, "on": on, "interval": None} for on, p in gates]}
     facts = gather(changed)
     assert (facts.verdict, facts.good) == (verdict, good)
     assert verdict in markdown(facts)
     assert verdict in html(facts)
     assert summary(changed)[0] == ("result", verdict)
+
+
+def test_an_export_with_other_weights_fails(results: dict[str, Any]) -> None:
+    facts = gather({**results, "gates": []})
+    assert (facts.verdict, facts.good) == ("FAILED: export gptq", False)
+    assert facts.reasons == ["the weights of export gptq are not the artifact's; see Exports"]
+    from conftest import sample
+
+    assert not replace(sample(), gates=[]).passed
+    assert replace(sample(), gates=[], exports=sample().exports[:1]).passed
     assert ET.fromstring(junit(facts)).get("failures") == str(sum(on == "error" and not p for on, p in gates) + 2)
 
 

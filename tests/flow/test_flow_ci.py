@@ -62,7 +62,7 @@ def test_the_steps_of_the_workflow(repository: Path) -> None:
     run(repository, "git commit -q --allow-empty -m third")
     failed = run(repository, check)
     assert failed.returncode == 1, failed.stderr
-    assert "FAILED: perplexity_ratio beyond the limit" in failed.stdout
+    assert "kl_mean_change beyond the limit" in failed.stdout
     assert "recipe: quantize.scheme: int4-g32-sym -> int2-g32-sym" in failed.stdout
     assert len(list((repository / "runs" / "history").glob("*.json"))) == 2  # what failed is no baseline
     uploaded = yaml.safe_load((KIT / "github.yml").read_text())["jobs"]["quantize"]["steps"][-1]["with"]["path"].split()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -75,13 +76,14 @@ def windows(folder: Path) -> EvaluationWindows:
 def test_scales_of_one_layer_two_percent_off(tmp_path: Path) -> None:
     quantized(tmp_path)
     before = measured(tmp_path)
+    shutil.copytree(tmp_path / "out" / "model", tmp_path / "baseline")
     tamper(tmp_path / "out" / "model", lambda t: t[f"{TARGET}.weight_scale"].mul_(1.02))
     found = held(before, measured(tmp_path))
     assert verdicts(found)["kl_mean"] == "worse"
     assert not found.passed
-    guilty = blame(open_model(str(tmp_path / "model")), open_model(str(tmp_path / "out" / "model")), ids(tmp_path))
-    assert guilty.parts[0].name in (TARGET, "model.layers.1")
-    assert next(p for p in guilty.parts if p.part_of).name == TARGET
+    guilty = blame(open_model(str(tmp_path / "baseline")), open_model(str(tmp_path / "out" / "model")), ids(tmp_path))
+    assert [p.name for p in guilty.parts] == ["model.layers.1", TARGET]
+    assert all(p.returned == pytest.approx(1.0) for p in guilty.parts)
 
 
 def test_a_wrong_rope_base(tmp_path: Path) -> None:

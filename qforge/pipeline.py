@@ -12,6 +12,7 @@ import torch
 
 from qforge import report
 from qforge.errors import OutputError
+from qforge.evaluate import power
 from qforge.files import LOCK, lock, readable_errors, write_text
 from qforge.models.blocks import BlockModel
 from qforge.models.lora import with_adapters
@@ -29,7 +30,7 @@ from qforge.stages.journal import Journal
 from qforge.stages.meter import Meter, return_freed_memory
 from qforge.stages.texts import Texts, gather_texts
 from qforge.text.documents import documents
-from qforge.text.windows import evaluation_windows
+from qforge.text.windows import EvaluationWindows, evaluation_windows
 from qforge.types import Evaluation, ExportResult, Results
 
 FINISHED = ("results.json", "report.md", "report.html", "junit.xml")
@@ -55,6 +56,7 @@ def plan(recipe: Recipe | str | Path, *, out: str | Path | None = None, override
     planned = _planned(recipe, merged, model, blocks, choices)
     exports.check(recipe, replace(model, schemes=planned.schemes))
     texts = gather_texts(recipe, model, planned, None)
+    planned = replace(planned, notes=(*planned.notes, *_promised(texts.evaluation)))
     _budget(recipe, planned, blocks, texts)
     if choices is not None:
         work = _out(recipe, out) / "work"
@@ -99,7 +101,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
         journal = Journal(out / "work")
         with meter.stage("texts"):
             texts = gather_texts(recipe, model, planned, journal)
-        for note in (*planned.notes, *texts.notes):
+        for note in (*planned.notes, *texts.notes, *_promised(texts.evaluation)):
             progress.note(note)
         chooser = choice = None
         if choices is not None:
@@ -160,7 +162,7 @@ def evaluate(
     tokenizer = candidate.tokenizer()
     read = documents(text, role="evaluation", folder=Path(), tokenizer=tokenizer)
     windows = evaluation_windows(read, tokenizer, window, context=getattr(candidate.config, "max_position_embeddings", None))
-    for note in windows.notes:
+    for note in (*windows.notes, *_promised(windows)):
         progress.note(note)
     return evidence.measure(candidate, reference, windows, engine, progress, activations)
 
@@ -189,6 +191,10 @@ def _planned(recipe: Recipe, merged: Model, model: Model, blocks: BlockModel, ch
         return make_plan(recipe, model, blocks, merged)
     planned = make_plan(recipe, model, blocks, merged, choices.draft() if choice is None else choice.schemes)
     return replace(planned, notes=(*choices.notes, *planned.notes))
+
+
+def _promised(windows: EvaluationWindows | None) -> tuple[str, ...]:
+    return () if windows is None else (power.promise(windows.tokens),)
 
 
 def _out(recipe: Recipe, out: str | Path | None) -> Path:

@@ -123,12 +123,13 @@ class BlockModel:
         module.load_state_dict(state, strict=True, assign=True)
         state.clear()  # a weight that is replaced while the block is open goes
         try:
-            with _rounded_inputs(self.linears(index), rounding or self._own_rounding):
+            with _rounded_inputs(self.linears(index), rounding or self.own_rounding):
                 yield module
         finally:
             release(module)
 
-    def _own_rounding(self, name: str) -> Rounding | None:
+    def own_rounding(self, name: str) -> Rounding | None:
+        """What the model's own schemes do to the input of a linear; None where they leave it."""
         scheme = self._model.schemes.get(name)
         static = scheme is not None and scheme.activations is not None and scheme.activations.static
         return numerics.input_rounding(scheme, self._model.linear(name).input_scale if static else None)
@@ -151,7 +152,7 @@ class BlockModel:
             return out.float()
 
         head = {} if self.head_name is None else {self.head_name: self._module.get_output_embeddings()}
-        with self._outer(self._module, replace), _rounded_inputs(head, self._own_rounding):
+        with self._outer(self._module, replace), _rounded_inputs(head, self.own_rounding):
             yield logits
 
     @torch.no_grad()

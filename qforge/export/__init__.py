@@ -8,6 +8,7 @@ from typing import Protocol
 from qforge.errors import UnsupportedError
 from qforge.export.gguf import GgufExporter
 from qforge.export.gptq import GptqExporter
+from qforge.export.onnx import OnnxExporter
 from qforge.models.model import Model
 
 __all__ = ["Exporter", "available", "exporter"]
@@ -29,7 +30,7 @@ class Exporter(Protocol):
 
 def available() -> list[str]:
     """Formats that can be written today."""
-    return ["gguf", "gptq"]
+    return ["gguf", "gptq", "onnx"]
 
 
 def exporter(format_name: str, type_name: str | None = None) -> Exporter:
@@ -44,4 +45,6 @@ def exporter(format_name: str, type_name: str | None = None) -> Exporter:
         if type_name is not None:
             raise UnsupportedError(f"export gptq takes no type ('{type_name}' was given); leave it out")
         return GptqExporter()
+    if format_name == "onnx":
+        return OnnxExporter(type_name or "auto")
     raise UnsupportedError(f"export {format_name} is not available yet; available: {', '.join(available())}")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from qforge.engines.onnx_runtime import EXACT, MODEL
 from qforge.models.model import Model
 from qforge.types import ModelSpec
-
-MODEL = "model.onnx"
 
 
 def genai_config(model: Model, spec: ModelSpec, *, positions: bool) -> dict[str, Any]:
@@ -22,7 +21,7 @@ def genai_config(model: Model, spec: ModelSpec, *, positions: bool) -> dict[str,
     stops, start, padding = _special(model)
     names = {"input_ids": "input_ids", "attention_mask": "attention_mask"} | ({"position_ids": "position_ids"} if positions else {})
     decoder = {
-        "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+        "session_options": {"log_id": "onnxruntime-genai", "provider_options": []} | (EXACT if positions else {}),
         "filename": MODEL,
         "head_size": spec.head_dim,
         "hidden_size": spec.hidden_size,

@@ -12,10 +12,11 @@ import torch
 from onnx import AttributeProto, ModelProto, NodeProto, StringStringEntryProto, TensorProto, ValueInfoProto, helper
 
 from qforge import __version__
+from qforge.engines.onnx_runtime import MODEL
 from qforge.layouts.bits import pack_nibbles
 
 CONTRIB = "com.microsoft"
-MODEL, DATA = "model.onnx", "model.onnx.data"
+DATA = f"{MODEL}.data"
 OPSET, IR_VERSION = 21, 10  # the first with 4-bit types and blocked DequantizeLinear
 TYPES = {
     torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, torch.bfloat16: TensorProto.BFLOAT16, torch.int8: TensorProto.INT8, torch.uint8: TensorProto.UINT8,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def verify(format_name: str, paths: Sequence[Path], model: Model, scorer: Scorer
     """Read an export back.
 
     Args:
-        format_name: `gguf` or `gptq`.
+        format_name: `gguf`, `gptq` or `onnx`.
         paths: the files that the exporter wrote.
         model: what was exported, opened from disk.
         scorer: our runtime (or transformers) over the same model.
@@ -49,6 +50,10 @@ def verify(format_name: str, paths: Sequence[Path], model: Model, scorer: Scorer
     """
     if format_name == "gptq":
         return [verify_gptq(paths[0].parent, model)], ["not executed: no engine for GPTQ checkpoints is at hand; its integers were compared"]
+    if format_name == "onnx":
+        from qforge.export.verify_onnx import verify_onnx
+
+        return verify_onnx(paths[0].parent, model, scorer, prompts)
     path = next(p for p in paths if p.suffix == ".gguf")
     done = [verify_gguf_weights(path, model)]
     try:
@@ -97,15 +102,33 @@ def verify_in_llama_cpp(path: Path, model: Model, scorer: Scorer, prompts: Seque
         ModelError: llama.cpp cannot run the file.
     """
     theirs, engine_version = llama_cpp.next_token_logprobs(path, prompts, model.config.vocab_size)
-    ours = next_token_logprobs(scorer, prompts)
+    note = f"against {scorer.name}; fp32 cache, no flash attention"
+    if model.schemes and "f32" not in path.stem:
+        note += "; llama.cpp's quantized kernels round activations to 8 bits"
+    return compare(next_token_logprobs(scorer, prompts), theirs).verification(llama_cpp.NAME, engine_version, note)
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """How far log-probabilities of another engine are from ours."""
+
+    kl_mean: float
+    top1_agreement: float
+    positions: int
+    largest: float
+
+    def verification(self, engine: str, engine_version: str, note: str) -> Verification:
+        """The same as a row of the report."""
+        note = f"{note}; largest difference of a log-probability {self.largest:.2g}"
+        return Verification(engine, engine_version, kl_mean=self.kl_mean, top1_agreement=self.top1_agreement, positions=self.positions, note=note, executed=True)
+
+
+def compare(ours: torch.Tensor, theirs: torch.Tensor) -> Divergence:
+    """Log-probabilities `[positions, V]` of two engines: mean KL divergence of theirs from ours, and how often both rank the same token first."""
     p, q = torch.log_softmax(ours.double(), -1), torch.log_softmax(theirs.double(), -1)  # fp32 sums over a vocabulary are off by 1e-6
     kl = (p.exp() * (p - q)).sum(-1).mean().item()
     agreement = (ours.argmax(-1) == theirs.argmax(-1)).double().mean().item()
-    largest = (ours - theirs).abs().amax().item()
-    note = f"against {scorer.name}; fp32 cache, no flash attention; largest difference of a log-probability {largest:.2g}"
-    if model.schemes and "f32" not in path.stem:
-        note += "; llama.cpp's quantized kernels round activations to 8 bits"
-    return Verification(llama_cpp.NAME, engine_version, kl_mean=max(kl, 0.0), top1_agreement=agreement, positions=len(prompts), note=note, executed=True)
+    return Divergence(max(kl, 0.0), agreement, len(ours), (ours - theirs).abs().amax().item())
 
 
 def next_token_logprobs(scorer: Scorer, prompts: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from qforge.engines import llama_cpp
-from qforge.errors import OutputError, UnsupportedError
+from qforge.engines import llama_cpp, onnx_runtime
+from qforge.errors import MissingCapabilityError, OutputError, UnsupportedError
 from qforge.export import exporter
 from qforge.export.verify import seeded_prompts, verify
 from qforge.files import LOCK, readable_errors, sha256_tree, size_of
@@ -36,12 +36,17 @@ def check(recipe: Recipe, planned: Model) -> dict[int, str]:
 
     Raises:
         UnsupportedError: a required export cannot be made.
+        MissingCapabilityError: this machine lacks what a required export needs.
     """
     skipped = {}
     for place, section in enumerate(recipe.export):
         try:
             problem = exporter(section.format, section.type).check(planned)
         except UnsupportedError as e:
+            problem = str(e)
+        except MissingCapabilityError as e:
+            if not section.optional:
+                raise
             problem = str(e)
         if problem is not None and not section.optional:
             raise UnsupportedError(problem if problem.startswith("export ") else f"export {section.format}: {problem}")
@@ -114,7 +119,8 @@ def verify_all(
         if result.path is None:
             done.append(result)
             continue
-        name = key("verify", artifact=artifact_sha256, export=result.sha256, format=result.format, prompts=prompts, engine=engine, llama_cpp=llama_cpp.missing())
+        absent = [llama_cpp.missing(), onnx_runtime.missing(), onnx_runtime.genai_missing()]
+        name = key("verify", artifact=artifact_sha256, export=result.sha256, format=result.format, prompts=prompts, engine=engine, absent=absent)
         found = journal.load(name)
         if found is None:
             found = ({}, _verified(result, out / result.path, artifact, engine, prompts))

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,10 @@ def missing() -> str | None:
 
 def genai_missing() -> str | None:
     """Why onnxruntime-genai cannot run here, and what to do; None if it can."""
-    return None if importlib.util.find_spec("onnxruntime_genai") is not None else f"{GENAI} is not installed here: pip install {GENAI}"
+    return None if importlib.util.find_spec("onnxruntime_genai") is not None else f"{GENAI} is not installed here: pip install 'qforge[genai]'"
 
 
-def session(model: str | bytes, entries: Mapping[str, str] = {}, threads: int | None = None) -> Any:  # noqa: B006
+def session(model: str | bytes, entries: Mapping[str, str] = MappingProxyType({}), threads: int | None = None) -> Any:
     """A session on the CPU, of a file or of a model's bytes.
 
     Raises:

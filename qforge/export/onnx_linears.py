@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from onnx import TensorProto
@@ -80,7 +81,7 @@ class Linears:
         layout, scheme, (rows, columns) = MatMulNBits(), self.model.schemes[module], weight_shape(self.model, module)
         weights = {part: Weight(f"{module}.{part}", TYPES[dtype], shape) for part, (shape, dtype) in layout.shapes(scheme, rows, columns).items()}
         operands = self._pieces(module, layout, weights)
-        sizes = {"K": columns, "N": rows, "bits": layout.bits(scheme), "block_size": layout.block(scheme, columns)}
+        sizes: dict[str, Any] = {"K": columns, "N": rows, "bits": layout.bits(scheme), "block_size": layout.block(scheme, columns)}
         return self.graph.op("MatMulNBits", x, *operands, name=f"{name}/MatMulNBits", domain=CONTRIB, accuracy_level=self.accuracy_level, **sizes)
 
     def _dequantized(self, x: str, module: str, name: str) -> str:
@@ -90,7 +91,7 @@ class Linears:
         weights = {p: Weight(f"{module}.{p}", TYPES[self.compute] if p in scales else code_type(scheme), shape) for p, (shape, _) in shapes.items()}
         names = dict(zip(weights, self._pieces(module, layout, weights), strict=True))
         blocked = scheme.granularity.per in (Per.GROUP, Per.BLOCK)
-        where = {"axis": 0, "block_size": scheme.granularity.columns} if blocked else {"axis": 1}
+        where: dict[str, Any] = {"axis": 0, "block_size": scheme.granularity.columns} if blocked else {"axis": 1}
         operands = [names[p] for p in ("weight", "scale", "zero_point") if p in names]
         weight = self.graph.op("DequantizeLinear", *operands, name=f"{name}/DequantizeLinear", **where)
         return self.graph.op("MatMul", self._rounded(x, scheme, columns, names.get("input_scale"), name), weight, name=f"{name}/MatMul")
@@ -116,7 +117,7 @@ class Linears:
             return self._back(codes, (static, zero), at) if kind == TensorProto.INT8 or self.compute is torch.float16 else self._multiplied(codes, static, at)
         size = a.granularity.columns or columns
         scale = self._token_scale(x, a.number, columns // size, size, at)
-        blocks = {"axis": -1, "block_size": size}
+        blocks: dict[str, Any] = {"axis": -1, "block_size": size}
         codes = g.op("QuantizeLinear", x, scale, name=f"{at}/QuantizeLinear", output_dtype=kind, **blocks)
         if kind == TensorProto.INT8:
             return self._back(codes, (scale,), at, **blocks)
@@ -124,7 +125,7 @@ class Linears:
         wide = self._multiplied(grouped, g.op("Unsqueeze", scale, g.ints(-1), name=f"{at}/Unsqueeze"), at)
         return g.op("Reshape", wide, g.ints(0, 0, columns), name=f"{at}/Join")
 
-    def _back(self, codes: str, operands: tuple[str, ...], at: str, **where: int) -> str:
+    def _back(self, codes: str, operands: tuple[str, ...], at: str, **where: Any) -> str:
         return self.graph.op("DequantizeLinear", codes, *operands, name=f"{at}/DequantizeLinear", **where)
 
     def _multiplied(self, codes: str, scale: str, at: str) -> str:

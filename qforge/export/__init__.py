@@ -9,6 +9,7 @@ from qforge.errors import UnsupportedError
 from qforge.export.gguf import GgufExporter
 from qforge.export.gptq import GptqExporter
 from qforge.export.onnx import OnnxExporter
+from qforge.export.tensorrt import TensorrtExporter
 from qforge.models.model import Model
 
 __all__ = ["Exporter", "available", "exporter"]
@@ -30,7 +31,7 @@ class Exporter(Protocol):
 
 def available() -> list[str]:
     """Formats that can be written today."""
-    return ["gguf", "gptq", "onnx"]
+    return ["gguf", "gptq", "onnx", "tensorrt"]
 
 
 def exporter(format_name: str, type_name: str | None = None) -> Exporter:
@@ -47,4 +48,6 @@ def exporter(format_name: str, type_name: str | None = None) -> Exporter:
         return GptqExporter()
     if format_name == "onnx":
         return OnnxExporter(type_name or "auto")
+    if format_name == "tensorrt":
+        return TensorrtExporter(type_name or "auto")
     raise UnsupportedError(f"export {format_name} is not available yet; available: {', '.join(available())}")

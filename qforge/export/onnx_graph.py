@@ -134,7 +134,7 @@ def _stored(weight: Weight, values: torch.Tensor, data: IO[bytes]) -> TensorProt
     found.data_location = TensorProto.EXTERNAL
     for key, value in {"location": DATA, "offset": data.tell(), "length": raw.nbytes}.items():
         found.external_data.append(StringStringEntryProto(key=key, value=str(value)))
-    data.write(memoryview(raw))
+    raw.tofile(data)
     return found
 
 

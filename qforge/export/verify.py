@@ -37,7 +37,7 @@ def verify(format_name: str, paths: Sequence[Path], model: Model, scorer: Scorer
     """Read an export back.
 
     Args:
-        format_name: `gguf`, `gptq` or `onnx`.
+        format_name: `gguf`, `gptq`, `onnx` or `tensorrt`.
         paths: the files that the exporter wrote.
         model: what was exported, opened from disk.
         scorer: our runtime (or transformers) over the same model.
@@ -50,10 +50,11 @@ def verify(format_name: str, paths: Sequence[Path], model: Model, scorer: Scorer
     """
     if format_name == "gptq":
         return [verify_gptq(paths[0].parent, model)], ["not executed: no engine for GPTQ checkpoints is at hand; its integers were compared"]
-    if format_name == "onnx":
+    if format_name in ("onnx", "tensorrt"):
         from qforge.export.verify_onnx import verify_onnx
 
-        return verify_onnx(paths[0].parent, model, scorer, prompts)
+        done, left_out = verify_onnx(next(p for p in paths if p.suffix == ".onnx").parent, model, scorer, prompts)
+        return done, [*left_out, *(["TensorRT built the engine from this ONNX file; the engine itself was not executed"] if format_name == "tensorrt" else [])]
     path = next(p for p in paths if p.suffix == ".gguf")
     done = [verify_gguf_weights(path, model)]
     try:

@@ -165,9 +165,7 @@ class OnnxDequantize:
         zeros = None if scheme.symmetric else per_group("zero_point")
         codes = weight.T.contiguous() if scheme.number in _FLOATS else _in_range(weight.T.contiguous(), scheme, self.name)
         static = scheme.activations is not None and scheme.activations.static
-        return QuantizedLinear(
-            scheme, codes, expect_finite(per_group("scale"), "scale", self.name), zeros, input_scale=take(tensors, "input_scale", self.name) if static else None
-        )
+        return QuantizedLinear(scheme, codes, expect_finite(per_group("scale"), "scale", self.name), zeros, input_scale=take(tensors, "input_scale", self.name) if static else None)
 
 
 def _integer_problem(name: str, scheme: Scheme) -> str | None:

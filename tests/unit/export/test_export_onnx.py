@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 from dataclasses import replace
 
@@ -76,7 +77,10 @@ def test_rotations_and_biases(tmp_path, kind, options):
 
 
 INTEGERS = ["int4-g32-asym", "int4-g16-sym", "int2-g32-sym", "int3-g32-asym", "int5-channel-sym", "int8-channel-asym", "int4-tensor-sym", "int8-block32-sym", "int4-g32-sym@f32"]
-WEIGHTS = [*[(kind, text) for kind in KINDS for text in INTEGERS], *[("qdq", t) for t in ("int4-g8-asym", "fp8-e4m3-channel", "fp8-e4m3-tensor", "fp8-e4m3-block32", "fp8-e5m2-g32")]]
+WEIGHTS = [
+    *[(kind, text) for kind in KINDS for text in INTEGERS],
+    *[("qdq", t) for t in ("int4-g8-asym", "fp8-e4m3-channel", "fp8-e4m3-tensor", "fp8-e4m3-block32", "fp8-e5m2-g32")],
+]
 
 
 @pytest.mark.parametrize(("kind", "text"), WEIGHTS)
@@ -114,7 +118,8 @@ def test_static_activation_scales(tmp_path, kind, text):
     ours, theirs = (torch.cat(list(engine.score([window]))) for engine in (RuntimeEngine(model), OnnxRuntimeEngine(folder)))
     assert compare(torch.log_softmax(ours, -1), torch.log_softmax(theirs, -1)).kl_mean < (1e-9 if kind == "qdq" else 1e-2)
     pairs = read(folder).operators()
-    assert (pairs["QuantizeLinear"] == 7) and (pairs["DequantizeLinear"] == (7 if "int8" in text or kind == "qdq-f16" else 0))
+    assert pairs["QuantizeLinear"] == 7
+    assert pairs["DequantizeLinear"] == (7 if "int8" in text or kind == "qdq-f16" else 0)
 
 
 def test_level_4_and_fp16_are_near(tmp_path):
@@ -171,10 +176,8 @@ def logits_of(engine, rows, width, side):
     positions = np.maximum(mask.cumsum(1) - 1, 0)
     first, cache = engine.step(ids, mask, positions=positions)
     lengths = mask.sum(1, keepdims=True)
-    if side == "right":  # the next token stands where the padding began
-        mask = (np.arange(width + 1) <= lengths).astype(np.int64)
-    else:
-        mask = np.concatenate([mask, np.ones((batch, 1), np.int64)], 1)
+    after = np.ones((batch, 1), np.int64)
+    mask = (np.arange(width + 1) <= lengths).astype(np.int64) if side == "right" else np.concatenate([mask, after], 1)  # right: it stands where the padding began
     second, _ = engine.step(np.array([[r[-1]] for r in rows]), mask, cache, positions=lengths)
     prefill = [first[b, len(r) - 2] if side == "right" else first[b, -1] for b, r in enumerate(rows)]
     return torch.from_numpy(np.stack([np.stack([prefill[b], second[b, 0]]) for b in range(batch)]))
@@ -257,7 +260,7 @@ def test_large_weights_lie_in_the_data_file_at_pages_and_small_ones_in_the_model
             assert told["location"] == "model.onnx.data"
             places.append((int(told["offset"]), int(told["length"])))
     places.sort()
-    assert all(at + size <= following for (at, size), (following, _) in zip(places, places[1:], strict=False))
+    assert all(at + size <= following for (at, size), (following, _) in itertools.pairwise(places))
     assert sum(places[-1]) == (folder / "model.onnx.data").stat().st_size
     assert all(at % 4096 == 0 for at, size in places if size >= 65536)
     assert any(size >= 65536 for _, size in places)

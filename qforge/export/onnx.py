@@ -92,9 +92,10 @@ class OnnxExporter:
 def _scheme_problem(kind: str, scheme: Scheme, out_features: int, in_features: int) -> str | None:
     if kind in LEVELS:
         return MatMulNBits().supports(scheme) or MatMulNBits().problem_with(out_features, in_features)
-    if STANDARD[kind] is torch.float16 and scheme.scale.type not in (ScaleType.F16, ScaleType.F16BF16):
-        return f"type {kind} stores scales in fp16, which does not hold {scheme.scale} exactly; use type qdq"
-    return OnnxDequantize().supports(scheme)
+    reason = OnnxDequantize().supports(scheme)
+    if reason is None and STANDARD[kind] is torch.float16 and scheme.scale.type not in (ScaleType.F16, ScaleType.F16BF16):
+        return f"type {kind} stores scales in fp16, which does not hold {scheme.scale} exactly (type qdq does)"
+    return reason
 
 
 def _write_graph(model: Model, spec: ModelSpec, kind: str, folder: Path) -> None:

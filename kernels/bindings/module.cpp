@@ -3,12 +3,15 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "decoder.h"
 #include "qforge/context.h"
 
 namespace nb = nanobind;
 using qforge::Activation;
+using qforge::Activations;
 using qforge::Attention;
 using qforge::Cache;
+using qforge::CacheType;
 using qforge::Context;
 using qforge::Format;
 using qforge::Weight;
@@ -32,24 +35,28 @@ NB_MODULE(_native, m) {
         .value("BF16", Format::BF16)
         .value("BOOK4", Format::BOOK4)
         .value("E4M3", Format::E4M3);
+    nb::enum_<Activations>(m, "Activations").value("F32", Activations::F32).value("INT8", Activations::INT8).value("INT16", Activations::INT16);
     nb::class_<Weight>(m, "Weight")
         .def(
             "__init__",
             [](Weight *self, Format format, int64_t columns, int64_t blocks, int64_t block_k, int64_t run, uintptr_t codes, uintptr_t scales, uintptr_t zeros, uintptr_t book,
-               uintptr_t bias) {
+               uintptr_t bias, Activations activations) {
                 new (self) Weight{format, columns, blocks, block_k, run, pointer<const uint8_t>(codes), pointer<const float>(scales), pointer<const uint8_t>(zeros),
-                                  pointer<const float>(book), pointer<const float>(bias)};
+                                  pointer<const float>(book), pointer<const float>(bias), activations};
             },
             nb::arg("format"), nb::arg("columns"), nb::arg("blocks"), nb::arg("block_k"), nb::arg("run"), nb::arg("codes"), nb::arg("scales"), nb::arg("zeros"), nb::arg("book"),
-            nb::arg("bias"));
+            nb::arg("bias"), nb::arg("activations") = Activations::F32);
     nb::enum_<Activation>(m, "Activation").value("SILU", Activation::SILU).value("GELU_TANH", Activation::GELU_TANH);
+    nb::enum_<CacheType>(m, "CacheType").value("F32", CacheType::F32).value("F16", CacheType::F16).value("I8", CacheType::I8);
     nb::class_<Cache>(m, "Cache")
         .def(
             "__init__",
-            [](Cache *self, uintptr_t keys, uintptr_t values, int64_t kv_heads, int64_t head_dim, int64_t value_dim, int64_t block_size) {
-                new (self) Cache{pointer<float>(keys), pointer<float>(values), kv_heads, head_dim, value_dim, block_size};
+            [](Cache *self, CacheType type, uintptr_t keys, uintptr_t values, uintptr_t key_scales, uintptr_t value_scales, int64_t kv_heads, int64_t head_dim, int64_t value_dim,
+               int64_t block_size) {
+                new (self) Cache{type, pointer<void>(keys), pointer<void>(values), pointer<float>(key_scales), pointer<float>(value_scales), kv_heads, head_dim, value_dim, block_size};
             },
-            nb::arg("keys"), nb::arg("values"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("block_size"));
+            nb::arg("type"), nb::arg("keys"), nb::arg("values"), nb::arg("key_scales"), nb::arg("value_scales"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_dim"),
+            nb::arg("block_size"));
     nb::class_<Context> context(m, "Context");
     context
         .def(nb::init<int, const std::string &>(), nb::arg("threads"), nb::arg("isa"))
@@ -67,6 +74,9 @@ NB_MODULE(_native, m) {
             self.linear_int8(weight, pointer<const float>(x), rows, x_stride, static_scale, pointer<float>(y), y_stride);
         },
         nb::arg("weight"), nb::arg("x"), nb::arg("rows"), nb::arg("x_stride"), nb::arg("static_scale"), nb::arg("y"), nb::arg("y_stride"),
+        nb::call_guard<nb::gil_scoped_release>());
+    context.def(
+        "read", [](Context &self, uintptr_t words, int64_t count) { return self.read(pointer<const uint64_t>(words), count); }, nb::arg("words"), nb::arg("count"),
         nb::call_guard<nb::gil_scoped_release>());
     context.def(
         "norm",
@@ -93,5 +103,6 @@ NB_MODULE(_native, m) {
         nb::arg("cache"), nb::arg("qkv"), nb::arg("out"), nb::arg("heads"), nb::arg("window"), nb::arg("scale"), nb::arg("q_norm"), nb::arg("k_norm"), nb::arg("norm_eps"),
         nb::arg("cosines"), nb::arg("sines"), nb::arg("positions"), nb::arg("slots"), nb::arg("block_tables"), nb::arg("table_stride"), nb::arg("tokens"),
         nb::arg("query_starts"), nb::arg("sequences"), nb::call_guard<nb::gil_scoped_release>());
+    bind_decoder(m);
     m.def("instruction_sets", &Context::instruction_sets, "The instruction sets that this CPU runs, fastest first.");
 }

@@ -1,6 +1,7 @@
-// qforge.methods._solver: Python's view of solver.h. Addresses come as integers; qforge/methods/native.py checks dtype, shape and layout before it passes them.
+// qforge.methods._solver: Python's view of solver.h and products.h. Addresses come as integers; qforge/methods/native.py checks dtype, shape and layout before it passes them.
 #include <nanobind/nanobind.h>
 
+#include "qforge/products.h"
 #include "qforge/solver.h"
 
 namespace nb = nanobind;
@@ -63,4 +64,13 @@ NB_MODULE(_solver, m) {
         },
         nb::arg("pool"), nb::arg("weight"), nb::arg("importance"), nb::arg("scales"), nb::arg("zeros"), nb::arg("low"), nb::arg("high"), nb::arg("candidates"),
         nb::arg("rows"), nb::arg("groups"), nb::arg("size"), nb::arg("best"), nb::call_guard<nb::gil_scoped_release>());
+    m.attr("TILE") = qforge::kTile;
+    m.def("has_bf16_products", &qforge::has_bf16_products);
+    m.def(
+        "add_products",
+        [](Pool &pool, uintptr_t left, uintptr_t right, int64_t tokens, int64_t width, bool lower, uintptr_t into) {
+            qforge::add_products(pool, pointer<const float>(left), pointer<const float>(right), tokens, width, lower, pointer<float>(into));
+        },
+        nb::arg("pool"), nb::arg("left"), nb::arg("right"), nb::arg("tokens"), nb::arg("width"), nb::arg("lower"), nb::arg("into"),
+        nb::call_guard<nb::gil_scoped_release>());
 }

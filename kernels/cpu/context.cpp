@@ -6,6 +6,15 @@
 #include <stdexcept>
 
 namespace qforge {
+namespace {
+
+// Rows of a task: whole register tiles, nearly equal tasks
+int64_t whole_chunks(int64_t rows) {
+    const int64_t chunks = (rows + kRowChunk - 1) / kRowChunk;
+    return chunks ? ((rows + chunks - 1) / chunks + 5) / 6 * 6 : 6;
+}
+
+}  // namespace
 
 void Free::operator()(float *p) const { std::free(p); }
 
@@ -13,20 +22,25 @@ std::vector<std::string> Context::instruction_sets() {
     std::vector<std::string> found;
 #ifdef QFORGE_HAVE_AVX2
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) found.push_back("avx2");
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) found.push_back("avx512-vnni");
+        if (__builtin_cpu_supports("avxvnni")) found.push_back("avx-vnni");
+        found.push_back("avx2");
+    }
 #endif
     found.push_back("portable");
     return found;
 }
 
-Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa), piece_(linear_portable), layers_(&layers_portable), integer_(&integer_portable), scratch_(threads), scratch_floats_(threads, 0) {
+Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa), piece_(linear_portable), layers_(&layers_portable), integer_(&integer_portable), blockwise_(&blockwise_portable), scratch_(threads), scratch_floats_(threads, 0) {
     const auto sets = instruction_sets();
     if (std::find(sets.begin(), sets.end(), isa) == sets.end()) throw std::invalid_argument("this CPU does not run the instruction set " + isa);
 #ifdef QFORGE_HAVE_AVX2
-    if (isa == "avx2") {
+    if (isa != "portable") {
         piece_ = linear_avx2;
         layers_ = &layers_avx2;
         integer_ = &integer_avx2;
+        blockwise_ = isa == "avx512-vnni" ? &blockwise_avx512_vnni : isa == "avx-vnni" ? &blockwise_avx_vnni : &blockwise_avx2;
     }
 #endif
 }
@@ -41,79 +55,101 @@ float *Context::scratch(int thread, int64_t floats) {
     return scratch_[thread].get();
 }
 
-// Calls run(first, end) for pieces of [0, rows), at least `least` rows each: a piece must be worth the hand-over to another thread.
+// Calls run(row, row_end, tile, tile_end, thread) for pieces of a product.
 template <typename F>
-void Context::split_rows(int64_t rows, int64_t least, const F &run) {
+void Context::split_product(const Weight &weight, int64_t rows, const Cut &cut, const F &run) {
     struct Job {
         const F *run;
-        int64_t rows, step;
+        int64_t rows, tiles, tile_tasks;
+        Cut cut;
     };
-    const int64_t step = std::max(least, (rows + threads() * 4 - 1) / (threads() * 4));
-    Job job{&run, rows, step};
-    pool_.run(
-        static_cast<int>((rows + step - 1) / step),
-        [](void *context, int task, int) {
-            const auto &j = *static_cast<Job *>(context);
-            (*j.run)(task * j.step, std::min(j.rows, (task + 1) * j.step));
-        },
-        &job);
-}
-
-// Calls run(row, row_end, tile, tile_end, thread) for pieces of a product; scratch_floats: what each thread needs for many rows.
-template <typename F>
-void Context::split_product(const Weight &weight, int64_t rows, int64_t scratch_floats, const F &run) {
-    struct Job {
-        const F *run;
-        int64_t rows, tiles, row_step, tile_step, tile_tasks;
-    };
-    const int64_t tiles = weight.tiles();
-    const bool few = rows <= 2 * kFewRows;  // twice through packed weights is still faster than a panel that only 8 rows share: 1060 against 1220 us at 2048 x 2048
-    const int64_t row_chunks = (rows + kRowChunk - 1) / kRowChunk;
-    const int64_t row_step = few ? (rows <= kFewRows ? rows : (rows + 1) / 2) : (((rows + row_chunks - 1) / row_chunks) + 5) / 6 * 6;  // whole register tiles, nearly equal pieces
-    const int64_t tile_step = few ? std::max<int64_t>(2, tiles / (threads() * 16) / 2 * 2) : kWideTiles;
-    const int64_t tile_tasks = (tiles + tile_step - 1) / tile_step, row_tasks = rows ? (rows + row_step - 1) / row_step : 0;
-    for (int t = 0; !few && t < threads(); ++t) scratch(t, scratch_floats);
-    Job job{&run, rows, tiles, row_step, tile_step, tile_tasks};
+    const int64_t tile_tasks = (weight.tiles() + cut.tiles - 1) / cut.tiles, row_tasks = rows ? (rows + cut.rows - 1) / cut.rows : 0;
+    Job job{&run, rows, weight.tiles(), tile_tasks, cut};
     pool_.run(
         static_cast<int>(tile_tasks * row_tasks),
         [](void *context, int task, int thread) {
             const auto &j = *static_cast<Job *>(context);
-            const int64_t row = task / j.tile_tasks * j.row_step, tile = task % j.tile_tasks * j.tile_step;
-            (*j.run)(row, std::min(row + j.row_step, j.rows), tile, std::min(tile + j.tile_step, j.tiles), thread);
+            const int64_t row = task / j.tile_tasks * j.cut.rows, tile = task % j.tile_tasks * j.cut.tiles;
+            (*j.run)(row, std::min(row + j.cut.rows, j.rows), tile, std::min(tile + j.cut.tiles, j.tiles), thread);
         },
         &job);
 }
 
+// Tasks of products that unpack blocks into panels where there are many rows; scratch_floats: what each thread needs for those.
+Context::Cut Context::cut_panels(const Weight &weight, int64_t rows, int64_t scratch_floats) {
+    if (rows <= 2 * kFewRows)  // twice through packed weights is still faster than a panel that only 8 rows share: 1060 against 1220 us at 2048 x 2048
+        return {rows <= kFewRows ? rows : (rows + 1) / 2, std::max<int64_t>(2, weight.tiles() / (threads() * 16) / 2 * 2)};
+    for (int t = 0; t < threads(); ++t) scratch(t, scratch_floats);
+    return {whole_chunks(rows), kWideTiles};
+}
+
 void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride) {
-    const std::lock_guard<std::mutex> turn(turn_);
-    split_product(weight, rows, scratch_floats(weight), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
+    const auto held = turn();
+    if (weight.activations != Activations::F32) return linear_blockwise(weight, x, rows, x_stride, y, y_stride);
+    split_product(weight, rows, cut_panels(weight, rows, scratch_floats(weight)), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
         piece_({&weight, x, y, x_stride, y_stride, row, row_end, tile, tile_end}, scratch_[thread].get());
     });
 }
 
+void Context::linear_blockwise(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride) {
+    const auto grow = [](auto &vector, int64_t size) {
+        if (static_cast<int64_t>(vector.size()) < size) vector.resize(static_cast<size_t>(size));
+    };
+    grow(segment_codes_, rows * weight.inputs() * limbs(weight));
+    grow(segment_scales_, rows * weight.blocks * segments_of_block(weight));
+    grow(block_sums_, rows * weight.blocks);
+    const RoundedBlocks rounded{segment_codes_.data(), segment_scales_.data(), block_sums_.data()};
+    split_rows(rows, 1 + 8192 / weight.inputs(), [&](int64_t first, int64_t end) { blockwise_->round_rows(weight, x, x_stride, rounded, first, end); });
+    const Cut cut{whole_chunks(rows), rows > kFewRows ? kWideTiles : std::max<int64_t>(kWideTiles, weight.tiles() / (threads() * 16) / kWideTiles * kWideTiles)};
+    split_product(weight, rows, cut, [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int) {
+        blockwise_->piece({&weight, rounded, y, y_stride, row, row_end, tile, tile_end});
+    });
+}
+
 void Context::linear_int8(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float static_scale, float *y, int64_t y_stride) {
-    const std::lock_guard<std::mutex> turn(turn_);
+    const auto held = turn();
     codes_.resize(static_cast<size_t>(rows * weight.inputs()));
     row_scales_.resize(static_cast<size_t>(rows));
     const RoundedRows rounded{x, x_stride, weight.inputs(), static_scale, codes_.data(), row_scales_.data()};
     split_rows(rows, 1 + 8192 / weight.inputs(), [&](int64_t first, int64_t end) { integer_->round_rows(rounded, first, end); });
-    split_product(weight, rows, integer_scratch_words(weight), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
+    split_product(weight, rows, cut_panels(weight, rows, integer_scratch_words(weight)), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
         integer_->piece({&weight, codes_.data(), row_scales_.data(), y, y_stride, row, row_end, tile, tile_end}, reinterpret_cast<int32_t *>(scratch_[thread].get()));
     });
 }
 
+uint64_t Context::read(const uint64_t *words, int64_t count) {
+    constexpr int64_t kPiece = 1 << 15, kLanes = 16;  // 256 KiB a task; lanes: independent sums, which the compiler keeps in registers
+    std::vector<uint64_t> sums(static_cast<size_t>(threads()), 0);
+    tasks((count + kPiece - 1) / kPiece, [&](int64_t piece, int thread) {
+        const uint64_t *p = words + piece * kPiece, *end = words + std::min(count, (piece + 1) * kPiece);
+        uint64_t lanes[kLanes] = {};
+        for (; p + kLanes <= end; p += kLanes)
+            for (int64_t i = 0; i < kLanes; ++i) lanes[i] += p[i];
+        for (; p < end; ++p) lanes[0] += *p;
+        for (const uint64_t lane : lanes) sums[static_cast<size_t>(thread)] += lane;
+    });
+    uint64_t total = 0;
+    for (const uint64_t sum : sums) total += sum;
+    return total;
+}
+
 void Context::norm(const NormRows &n, int64_t rows) {
-    const std::lock_guard<std::mutex> turn(turn_);
+    const auto held = turn();
     split_rows(rows, 1 + 16384 / n.width, [&](int64_t first, int64_t end) { layers_->norm(n, first, end); });
 }
 
+void Context::residual(const ResidualRows &r, int64_t rows) {
+    const auto held = turn();
+    split_rows(rows, 1 + 8192 / r.width, [&](int64_t first, int64_t end) { layers_->residual(r, first, end); });
+}
+
 void Context::gate(const GateRows &g, int64_t rows) {
-    const std::lock_guard<std::mutex> turn(turn_);
+    const auto held = turn();
     split_rows(rows, 1 + 8192 / g.width, [&](int64_t first, int64_t end) { layers_->gate(g, first, end); });
 }
 
 void Context::attention(const Attention &a, int64_t tokens, const int32_t *query_starts, int64_t sequences) {
-    const std::lock_guard<std::mutex> turn(turn_);
+    const auto held = turn();
     split_rows(tokens, 1 + 8192 / a.row_stride(), [&](int64_t first, int64_t end) { layers_->rotate_and_store(a, first, end); });
     const int64_t group = a.heads / a.cache.kv_heads, step = std::max<int64_t>(1, 4 * kQueryRows / group);
     std::vector<AttentionPiece> pieces;

@@ -1,5 +1,6 @@
 // The functions of layers.h, written once over `Lanes` (8 floats), which the including file defines for its instruction set.
-// Lanes: load, store, set, fma(a, b, c) = a b + c, add, mul, div, max, exp_scale(p, n) = p 2^n for integral n, round, keep_above(x, limit, y) = x > limit ? y : 0.
+// Lanes: load (floats, halves or int8), store, set, fma(a, b, c) = a b + c, add, mul, div, max, exp_scale(p, n) = p 2^n for integral n, round,
+//        keep_above(x, limit, y) = x > limit ? y : 0. to_half(x): the nearest half, ties to even.
 
 inline float sum_in_order(const Lanes &a, const Lanes &b) {
     float v[8];
@@ -41,6 +42,19 @@ void norm(const NormRows &n, int64_t row, int64_t row_end) {
     for (; row < row_end; ++row) norm_row(n.x + row * n.width, n.weight, n.y + row * n.width, n.width, n.eps);
 }
 
+void residual(const ResidualRows &r, int64_t row, int64_t row_end) {
+    for (; row < row_end; ++row) {
+        float *x = r.x + row * r.width, *next = r.next + row * r.width;
+        const float *y = r.y + row * r.width;
+        if (r.branch_weight) {
+            norm_row(y, r.branch_weight, next, r.width, r.eps);
+            y = next;
+        }
+        for (int64_t i = 0; i < r.width; ++i) x[i] += y[i];
+        norm_row(x, r.weight, next, r.width, r.eps);
+    }
+}
+
 inline Lanes activate(Activation kind, Lanes x) {
     const Lanes one = Lanes::set(1.0f);
     if (kind == Activation::SILU) return Lanes::div(x, Lanes::add(one, exponential(Lanes::mul(x, Lanes::set(-1.0f)))));
@@ -73,6 +87,45 @@ void rotate(float *x, const float *cosine, const float *sine, int64_t half) {
     }
 }
 
+// One key or value [d] into the cache, its elements `stride` apart; returns its scale
+inline float put(float *to, const float *from, int64_t d, int64_t stride) {
+    for (int64_t i = 0; i < d; ++i) to[i * stride] = from[i];
+    return 1.0f;
+}
+
+inline float put(uint16_t *to, const float *from, int64_t d, int64_t stride) {
+    for (int64_t i = 0; i < d; ++i) to[i * stride] = to_half(from[i] > 65504.0f ? 65504.0f : from[i] < -65504.0f ? -65504.0f : from[i]);
+    return 1.0f;
+}
+
+inline float put(int8_t *to, const float *from, int64_t d, int64_t stride) {
+    float largest = 0.0f;
+    for (int64_t i = 0; i < d; ++i) largest = __builtin_fabsf(from[i]) > largest ? __builtin_fabsf(from[i]) : largest;
+    const float scale = largest / 127.0f, inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
+    for (int64_t i = 0; i < d; ++i) {
+        const float code = from[i] * inverse;
+        const float inside = code > 127.0f ? 127.0f : code < -127.0f ? -127.0f : code;
+        to[i * stride] = static_cast<int8_t>(inside + (inside < 0.0f ? -0.5f : 0.5f));
+    }
+    return scale;
+}
+
+template <typename T>
+void store_token(const Attention &a, int64_t token, const float *row) {
+    const Cache &c = a.cache;
+    const int64_t d = c.head_dim, block = a.slots[token] / c.block_size, offset = a.slots[token] % c.block_size;
+    for (int64_t h = 0; h < c.kv_heads; ++h) {
+        const float *key = row + (a.heads + h) * d, *value = row + (a.heads + c.kv_heads + h) * d;
+        const int64_t first = (block * c.kv_heads + h) * c.block_size;
+        const float key_scale = put(static_cast<T *>(c.keys) + (first + offset / 16 * 16) * d + offset % 16, key, d, 16);
+        const float value_scale = put(static_cast<T *>(c.values) + (first + offset) * c.value_dim, value, d, 1);
+        if (c.key_scales) {
+            c.key_scales[first + offset] = key_scale;
+            c.value_scales[first + offset] = value_scale;
+        }
+    }
+}
+
 void rotate_and_store(const Attention &a, int64_t token, int64_t token_end) {
     const Cache &c = a.cache;
     const int64_t d = c.head_dim, half = d / 2;
@@ -84,13 +137,10 @@ void rotate_and_store(const Attention &a, int64_t token, int64_t token_end) {
             if (weight) norm_row(row + h * d, weight, row + h * d, d, a.norm_eps);
             rotate(row + h * d, cosine, sine, half);
         }
-        const int64_t block = a.slots[token] / c.block_size, offset = a.slots[token] % c.block_size;
-        for (int64_t h = 0; h < c.kv_heads; ++h) {
-            const float *key = row + (a.heads + h) * d, *value = row + (a.heads + c.kv_heads + h) * d;
-            float *keys = c.keys + ((block * c.kv_heads + h) * c.block_size + offset / 16 * 16) * d + offset % 16;
-            float *values = c.values + ((block * c.kv_heads + h) * c.block_size + offset) * c.value_dim;
-            for (int64_t i = 0; i < d; ++i) keys[i * 16] = key[i];
-            for (int64_t i = 0; i < d; ++i) values[i] = value[i];
+        switch (c.type) {
+            case CacheType::F32: store_token<float>(a, token, row); break;
+            case CacheType::F16: store_token<uint16_t>(a, token, row); break;
+            case CacheType::I8: store_token<int8_t>(a, token, row); break;
         }
     }
 }
@@ -103,13 +153,13 @@ inline int64_t cache_row(const Attention &a, const AttentionPiece &p, int64_t po
 }
 
 // scores [R][stride] of the keys [first, last + 1) for R query rows [R][d]; what a row may not see becomes -infinity
-template <int R>
+template <typename T, int R>
 void score_rows(const Attention &a, const AttentionPiece &p, const float *query, const int64_t *position, int64_t first, int64_t last, float *scores, int64_t stride) {
     const int64_t d = a.cache.head_dim;
-    const Lanes scale = Lanes::set(a.scale);
     for (int64_t k = first; k <= last; k += 16) {
-        const float *keys = a.cache.keys + cache_row(a, p, k) * d;
-        Lanes lo[R], hi[R];
+        const int64_t at = cache_row(a, p, k);
+        const T *keys = static_cast<const T *>(a.cache.keys) + at * d;
+        Lanes lo[R], hi[R], scale_lo = Lanes::set(a.scale), scale_hi = scale_lo;
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) lo[r] = hi[r] = Lanes::set(0.0f);
         for (int64_t i = 0; i < d; ++i) {
@@ -121,11 +171,15 @@ void score_rows(const Attention &a, const AttentionPiece &p, const float *query,
                 hi[r] = Lanes::fma(q, v, hi[r]);
             }
         }
+        if (a.cache.key_scales) {
+            scale_lo = Lanes::mul(scale_lo, Lanes::load(a.cache.key_scales + at));
+            scale_hi = Lanes::mul(scale_hi, Lanes::load(a.cache.key_scales + at + 8));
+        }
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
             float *s = scores + r * stride + (k - first);
-            Lanes::mul(lo[r], scale).store(s);
-            Lanes::mul(hi[r], scale).store(s + 8);
+            Lanes::mul(lo[r], scale_lo).store(s);
+            Lanes::mul(hi[r], scale_hi).store(s + 8);
             const int64_t oldest = a.window ? position[r] - a.window + 1 : 0;
             if (k + 15 > position[r] || k < oldest)
                 for (int64_t j = 0; j < 16; ++j)
@@ -153,8 +207,22 @@ float soften_row(float *scores, int64_t count) {
     return 1.0f / sum_in_order(a, b);
 }
 
-// out[r] = weights [R][stride] x values, times factor[r]
+// weights [R][stride] *= the scale of each position's value; what a row may not see stays 0, whatever lies there
 template <int R>
+void scale_weights(const Attention &a, const AttentionPiece &p, float *weights, int64_t stride, int64_t first, int64_t last) {
+    for (int64_t k = first; k <= last; k += 16) {
+        const float *scale = a.cache.value_scales + cache_row(a, p, k);
+        const Lanes lo = Lanes::load(scale), hi = Lanes::load(scale + 8);
+        for (int r = 0; r < R; ++r) {
+            float *w = weights + r * stride + (k - first);
+            Lanes::mul(Lanes::load(w), lo).store(w);
+            Lanes::mul(Lanes::load(w + 8), hi).store(w + 8);
+        }
+    }
+}
+
+// out[r] = weights [R][stride] x values, times factor[r]
+template <typename T, int R>
 void mix_values(const Attention &a, const AttentionPiece &p, const float *weights, int64_t stride, const float *factor, int64_t first, int64_t last, float *const *out) {
     const int64_t d = a.cache.head_dim, wide = a.cache.value_dim;
     for (int64_t i = 0; i < d; i += 16) {
@@ -162,7 +230,7 @@ void mix_values(const Attention &a, const AttentionPiece &p, const float *weight
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) lo[r] = hi[r] = Lanes::set(0.0f);
         for (int64_t k = first; k <= last; k += 16) {
-            const float *values = a.cache.values + cache_row(a, p, k) * wide + i;
+            const T *values = static_cast<const T *>(a.cache.values) + cache_row(a, p, k) * wide + i;
             const float *w = weights + (k - first);
             for (int64_t j = 0; j < 16; ++j) {
                 const Lanes u = Lanes::load(values + j * wide), v = Lanes::load(values + j * wide + 8);
@@ -185,7 +253,7 @@ void mix_values(const Attention &a, const AttentionPiece &p, const float *weight
 }
 
 // R rows: row numbers count positions of the piece, and within each the heads of the group
-template <int R>
+template <typename T, int R>
 void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float *scratch) {
     const int64_t d = a.cache.head_dim, group = a.heads / a.cache.kv_heads;
     float *query = scratch, *scores = scratch + kQueryRows * d, *out[R], factor[R];
@@ -199,21 +267,31 @@ void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float
     }
     const int64_t last = position[R - 1] / 16 * 16, oldest = a.window ? position[0] - a.window + 1 : 0;
     const int64_t first = oldest > 0 ? oldest / 16 * 16 : 0, stride = last - first + 16;
-    score_rows<R>(a, p, query, position, first, last, scores, stride);
+    score_rows<T, R>(a, p, query, position, first, last, scores, stride);
     for (int r = 0; r < R; ++r) factor[r] = soften_row(scores + r * stride, stride);
-    mix_values<R>(a, p, scores, stride, factor, first, last, out);
+    if (a.cache.value_scales) scale_weights<R>(a, p, scores, stride, first, last);
+    mix_values<T, R>(a, p, scores, stride, factor, first, last, out);
+}
+
+template <typename T>
+void attend_piece(const Attention &a, const AttentionPiece &p, float *scratch) {
+    const int64_t rows = (p.query_end - p.query) * (a.heads / a.cache.kv_heads);
+    int64_t row = 0;
+    for (; row + kQueryRows <= rows; row += kQueryRows) attend_rows<T, kQueryRows>(a, p, row, scratch);
+    switch (rows - row) {
+        case 1: return attend_rows<T, 1>(a, p, row, scratch);
+        case 2: return attend_rows<T, 2>(a, p, row, scratch);
+        case 3: return attend_rows<T, 3>(a, p, row, scratch);
+        case 4: return attend_rows<T, 4>(a, p, row, scratch);
+        case 5: return attend_rows<T, 5>(a, p, row, scratch);
+        default: return;
+    }
 }
 
 void attend(const Attention &a, const AttentionPiece &p, float *scratch) {
-    const int64_t rows = (p.query_end - p.query) * (a.heads / a.cache.kv_heads);
-    int64_t row = 0;
-    for (; row + kQueryRows <= rows; row += kQueryRows) attend_rows<kQueryRows>(a, p, row, scratch);
-    switch (rows - row) {
-        case 1: return attend_rows<1>(a, p, row, scratch);
-        case 2: return attend_rows<2>(a, p, row, scratch);
-        case 3: return attend_rows<3>(a, p, row, scratch);
-        case 4: return attend_rows<4>(a, p, row, scratch);
-        case 5: return attend_rows<5>(a, p, row, scratch);
-        default: return;
+    switch (a.cache.type) {
+        case CacheType::F32: return attend_piece<float>(a, p, scratch);
+        case CacheType::F16: return attend_piece<uint16_t>(a, p, scratch);
+        case CacheType::I8: return attend_piece<int8_t>(a, p, scratch);
     }
 }

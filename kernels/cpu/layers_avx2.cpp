@@ -9,6 +9,8 @@ namespace {
 struct Lanes {
     __m256 v;
     static Lanes load(const float *p) { return {_mm256_loadu_ps(p)}; }
+    static Lanes load(const uint16_t *p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)))}; }
+    static Lanes load(const int8_t *p) { return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))))}; }
     static Lanes set(float x) { return {_mm256_set1_ps(x)}; }
     static Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
     static Lanes add(Lanes a, Lanes b) { return {_mm256_add_ps(a.v, b.v)}; }
@@ -22,10 +24,12 @@ struct Lanes {
     void store(float *p) const { _mm256_storeu_ps(p, v); }
 };
 
+inline uint16_t to_half(float x) { return static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)); }
+
 #include "layers.inl"
 
 }  // namespace
 
-const LayerFunctions layers_avx2{norm, gate, rotate_and_store, attend};
+const LayerFunctions layers_avx2{norm, residual, gate, rotate_and_store, attend};
 
 }  // namespace qforge

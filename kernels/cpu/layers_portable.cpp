@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "qforge/half.h"
 #include "qforge/layers.h"
 
 namespace qforge {
@@ -16,6 +17,8 @@ struct Lanes {
         return y;
     }
     static Lanes load(const float *p) { return each([&](int i) { return p[i]; }); }
+    static Lanes load(const uint16_t *p) { return each([&](int i) { return half_to_float(p[i]); }); }
+    static Lanes load(const int8_t *p) { return each([&](int i) { return static_cast<float>(p[i]); }); }
     static Lanes set(float x) { return each([&](int) { return x; }); }
     static Lanes fma(const Lanes &a, const Lanes &b, const Lanes &c) { return each([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); }); }
     static Lanes add(const Lanes &a, const Lanes &b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
@@ -40,10 +43,12 @@ struct Lanes {
     }
 };
 
+inline uint16_t to_half(float x) { return half_from_float(x); }
+
 #include "layers.inl"
 
 }  // namespace
 
-const LayerFunctions layers_portable{norm, gate, rotate_and_store, attend};
+const LayerFunctions layers_portable{norm, residual, gate, rotate_and_store, attend};
 
 }  // namespace qforge

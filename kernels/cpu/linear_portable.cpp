@@ -2,22 +2,11 @@
 #include <cmath>
 #include <cstring>
 
+#include "qforge/half.h"
 #include "qforge/linear.h"
 
 namespace qforge {
 namespace {
-
-float half_to_float(uint16_t h) {
-    const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
-    if (exponent == 0) {
-        const float v = static_cast<float>(mantissa) * 0x1p-24f;
-        return sign ? -v : v;
-    }
-    const uint32_t bits = sign | (exponent == 31 ? 255u << 23 : (exponent + 112) << 23) | mantissa << 13;
-    float f;
-    std::memcpy(&f, &bits, 4);
-    return f;
-}
 
 float e4m3_to_float(uint8_t v) {
     const int exponent = (v >> 3) & 15, mantissa = v & 7;

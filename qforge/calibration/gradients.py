@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from qforge.calibration.precision import fast_products
 from qforge.calibration.room import Kept, Room
 from qforge.models.blocks import BlockModel
 from qforge.progress import Progress
@@ -27,7 +28,7 @@ def forwards(blocks: BlockModel, room: Room, batches: Sequence[torch.Tensor], pr
     kept = []
     for index in progress.track(range(blocks.num_blocks), "run", blocks.num_blocks):
         kept.append([room.copy(h) for h in hidden])
-        with blocks.block(index) as module:
+        with blocks.block(index) as module, fast_products(module):
             hidden = [blocks.run(index, module, h) for h in hidden]
     return kept, hidden
 
@@ -44,7 +45,7 @@ def backwards(blocks: BlockModel, kept: list[list[Kept]], last: Sequence[torch.T
     """
     gradients = _by_last(blocks, last, watch)
     for index in progress.track(range(blocks.num_blocks - 1, -1, -1), "gradients", blocks.num_blocks):
-        with blocks.block(index) as module, _watched(blocks.linears(index), watch):
+        with blocks.block(index) as module, fast_products(module), _watched(blocks.linears(index), watch):
             for i, inputs in enumerate(kept.pop()):
                 x = inputs.load().float().requires_grad_()
                 inputs.free()

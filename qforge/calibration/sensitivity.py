@@ -21,6 +21,7 @@ import torch
 from qforge import numerics
 from qforge.calibration.gradients import backwards, forwards
 from qforge.calibration.lockstep import lockstep
+from qforge.calibration.precision import fast_products
 from qforge.calibration.room import Kept, Room
 from qforge.calibration.sequential import BATCH_TOKENS
 from qforge.calibration.statistics import Sums
@@ -118,7 +119,7 @@ def _normalized(outputs: torch.Tensor, tokens: torch.Tensor) -> _Gradients:
 def _try_block(study: Study, index: int, hidden: list[Kept], gradients: Mapping[str, _Gradients], found: dict[str, Sensitivity]) -> list[Kept]:
     """Every candidate in a block; returns what the unquantized block gives. All experts of a block count as sharing an input: engines want one scheme for them."""
     outputs: list[Kept] = []
-    with study.blocks.block(index) as module:
+    with study.blocks.block(index) as module, fast_products(module):
         linears = {n: m for n, m in study.blocks.linears(index).items() if n in study.candidates}
         tokens = hidden[0].shape[:-1].numel()
         experts: int | None = None

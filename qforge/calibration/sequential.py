@@ -12,7 +12,6 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,63 +19,21 @@ from torch import nn
 from qforge import numerics
 from qforge.calibration.linear import quantize_linear
 from qforge.calibration.lockstep import Stop, lockstep
+from qforge.calibration.originals import Originals
+from qforge.calibration.precision import fast_products
 from qforge.calibration.room import Kept, Room
 from qforge.calibration.statistics import Sums
+from qforge.calibration.store import Hidden, Piece, Store
 from qforge.calibration.transforms import PROBE, Folds, choose_folds
 from qforge.methods import Options, Quantizer, Stats, Transform, statistics_needed
 from qforge.models.blocks import BlockModel, release
-from qforge.models.experts import routed_rows
 from qforge.progress import Progress
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
 from qforge.types import LayerResult
 
-BATCH_TOKENS = 2048  # enough for matrix products at full speed; what a block holds for one batch grows with it
+BATCH_TOKENS = 1024  # enough for matrix products at full speed; more, and what an operation leaves is gone from the caches before the next one reads it
 SAVING_SHARE = 20  # hidden states are kept so seldom that keeping them takes at most one part of so many
-
-
-class Held(Protocol):
-    """A tensor that is read when it is wanted."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-
-    def load(self) -> torch.Tensor:
-        """The tensor."""
-
-
-Hidden = Mapping[str, Held]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One finished block: its quantized linears by module name, and what the report says of each.
-
-    `tensors` are those of the block's other tensors that transforms changed, by full name: fp32, exact in the type in which the model stores them.
-    """
-
-    linears: dict[str, QuantizedLinear]
-    layers: list[LayerResult]
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Store:
-    """How finished work is kept; index `num_blocks` stands for the output head.
-
-    Attributes:
-        load: a finished block's piece, or None.
-        save: keep a block's piece.
-        load_hidden: hidden states after block `index`, or None.
-        save_hidden: keep them (and forget those of earlier blocks).
-        hidden_every: seconds that pass at least before hidden states are kept again; a resumed run replays the finished blocks since then.
-    """
-
-    load: Callable[[int], Piece | None]
-    save: Callable[[int, Piece], None]
-    load_hidden: Callable[[int], Hidden | None]
-    save_hidden: Callable[[int, Hidden], None]
-    hidden_every: float = 20.0
 
 
 @dataclass(slots=True)
@@ -196,10 +153,10 @@ def _replay(job: Job, index: int, piece: Piece, streams: Streams) -> None:
         return None if q is None else numerics.input_rounding(q.scheme, q.input_scale)
 
     with job.room.clock.part("replay"):
-        with job.blocks.block(index, dequantized, rounding) as module:
+        with job.blocks.block(index, dequantized, rounding) as module, fast_products(module):
             _advance(job, index, module, streams.quantized)
         if streams.original is not None:
-            with job.blocks.block(index) as module:
+            with job.blocks.block(index) as module, fast_products(module):
                 _advance(job, index, module, streams.original)
 
 
@@ -223,7 +180,7 @@ def _quantize_block(job: Job, index: int, streams: Streams | None) -> Piece:
             if job.transforms:
                 with clock.part("transform"):
                     folds = choose_folds(job.blocks, index, module, streams.quantized, streams.probe, job.transforms, job.schemes, job.options)
-            with clock.part("forward"):
+            with clock.part("forward"), fast_products(module):
                 _quantize_in_order(job, index, module, linears, streams, folds, done, largest)
         with clock.part("solve"):
             for name, linear in linears.items():  # without statistics, or never reached by them
@@ -248,7 +205,7 @@ def _quantize_in_order(
     def run(hidden: torch.Tensor) -> torch.Tensor:
         return job.blocks.run(index, module, hidden)
 
-    originals = _Originals(job, index, module, linears, streams, folds) if streams.original is not None else None
+    originals = Originals(job.room, run, linears, streams.original, folds) if streams.original is not None else None
     folds.apply(module)
     roundings: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
     outputs: list[Kept] = []
@@ -278,7 +235,7 @@ def _kind(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _gather(job: Job, stop: Stop, in_features: int, originals: _Originals | None) -> Stats:
+def _gather(job: Job, stop: Stop, in_features: int, originals: Originals | None) -> Stats:
     """Statistics of what all batches that wait will feed a linear."""
     with job.room.clock.part("statistics"):
         sums = Sums(job.needs, in_features)
@@ -287,47 +244,6 @@ def _gather(job: Job, stop: Stop, in_features: int, originals: _Originals | None
         stats = sums.stats()
         stats.clock = job.room.clock
         return stats
-
-
-class _Originals:
-    """What the unquantized block feeds its linears, in half precision and as the folds will have it; making one brings the original stream behind the block."""
-
-    def __init__(self, job: Job, index: int, module: nn.Module, linears: Mapping[str, nn.Linear], streams: Streams, folds: Folds) -> None:
-        assert streams.original is not None
-        self._kept: dict[tuple[str, int], tuple[Kept, torch.Tensor | None]] = {}
-        for i, batch in enumerate(streams.original):
-            last: list[torch.Tensor] = []
-
-            def gather(name: str, x: torch.Tensor, i: int = i, last: list[torch.Tensor] = last) -> None:
-                if not last or last[0] is not x:  # linears that share an input are asked for it once
-                    last[:] = [x]
-                    self._kept[name, i] = job.room.copy(x / folds.inputs[name] if name in folds.inputs else x), routed_rows()
-
-            handles = [m.register_forward_pre_hook(lambda _, args, n=n, gather=gather: gather(n, args[0])) for n, m in linears.items()]
-            try:
-                out = job.blocks.run(index, module, batch.load())
-            finally:
-                for handle in handles:
-                    handle.remove()
-            batch.free()
-            streams.original[i] = job.room.keep(out)
-
-    def take(self, name: str, batch: int, x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor | None:
-        """What stands in the place of `x`, the quantized stream's input of a linear in a batch; None where the unquantized model does not run it there. Given away.
-
-        An expert is given other tokens (`rows`) in the two streams, since they are routed by what they have become. A token that only the quantized
-        stream sends there has nothing to be compared with: it counts as being right.
-        """
-        kept, original_rows = self._kept.pop((name, batch), (None, None))
-        if kept is None:
-            return None
-        found = kept.load()
-        kept.free()
-        if rows is None or original_rows is None:
-            return found
-        places = torch.searchsorted(original_rows, rows).clamp(max=len(original_rows) - 1)
-        both = original_rows[places] == rows
-        return torch.where(both[:, None], found[places], x.to(found.dtype))
 
 
 def _head(job: Job, streams: Streams | None) -> Piece:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from qforge.methods import Stats
+from qforge.methods import Stats, native
 
 SAMPLE = 512  # rows that are kept at most
 COLUMNS = 256  # of a product: the Hessian is symmetric, so only the tiles on and below its diagonal are computed
@@ -28,19 +28,16 @@ class Sums:
         self._absmax = torch.zeros(in_features) if "absmax" in needs else None
         self._sample: list[torch.Tensor] | None = [] if "sample" in needs else None
         self._stride = 1
-        self._width = -(-in_features // -(-in_features // COLUMNS))
 
     def add(self, inputs: torch.Tensor, originals: torch.Tensor | None = None) -> None:
         """Add inputs `[..., I]`, and what the unquantized model has in their place (for `cross`)."""
-        x = inputs.reshape(-1, inputs.shape[-1]).float()
+        x = inputs.reshape(-1, inputs.shape[-1]).float().contiguous()
         self._tokens += x.shape[0]
         if self._hessian is not None:
-            for start in range(0, x.shape[1], self._width):
-                end = start + self._width
-                self._hessian[start:, start:end].addmm_(x[:, start:].T, x[:, start:end])
+            _add_square(x, self._hessian)
         if self._cross is not None and originals is not None:
             here = originals.reshape(x.shape)
-            self._cross.addmm_(here.float().sub_(x.to(here.dtype)).T, x)  # rounded alike: equal inputs have no difference
+            _add_products(here.float().sub_(x.to(here.dtype)), x, self._cross)  # rounded alike: equal inputs have no difference
         if self._absmax is not None:
             self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
         if self._sample is not None:
@@ -52,8 +49,25 @@ class Sums:
     def stats(self) -> Stats:
         """The sums; nothing may be added afterwards."""
         if self._hessian is not None:
-            for start in range(0, len(self._hessian), self._width):
-                end = start + self._width
-                self._hessian[start:end, end:] = self._hessian[end:, start:end].T
+            width = native.tile() if native.has_bf16_products() else COLUMNS  # what is on the diagonal's tiles is whole
+            for start in range(0, len(self._hessian), width):
+                self._hessian[start : start + width, start + width :] = self._hessian[start + width :, start : start + width].T
         sample = None if self._sample is None else torch.cat([torch.empty(0, self._in_features), *self._sample])
         return Stats(self._tokens, self._hessian, self._cross, self._absmax, sample)
+
+
+def _add_square(x: torch.Tensor, into: torch.Tensor) -> None:
+    """Add x^T x `[I, I]` on and below the diagonal."""
+    if native.has_bf16_products():
+        native.add_products(x, x, into, lower=True)
+        return
+    for start in range(0, len(into), COLUMNS):
+        into[start:, start : start + COLUMNS].addmm_(x[:, start:].T, x[:, start : start + COLUMNS])
+
+
+def _add_products(left: torch.Tensor, right: torch.Tensor, into: torch.Tensor) -> None:
+    """Add left^T right `[I, I]`."""
+    if native.has_bf16_products():
+        native.add_products(left, right, into)
+    else:
+        into.addmm_(left.T, right)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from qforge import numerics
+from qforge.calibration.precision import fast_products
 from qforge.calibration.room import Kept
 from qforge.calibration.statistics import Sums
 from qforge.errors import NumericalError
@@ -124,8 +125,9 @@ def _gather(blocks: BlockModel, index: int, module: nn.Module, batches: Sequence
         first = module.get_submodule(link.readers[0])
         handles.append(first.register_forward_pre_hook(lambda _, args, s=sums[link.source]: s.add(args[0])))
     try:
-        for batch in batches:
-            blocks.run(index, module, batch.load())
+        with fast_products(module):
+            for batch in batches:
+                blocks.run(index, module, batch.load())
     finally:
         for handle in handles:
             handle.remove()

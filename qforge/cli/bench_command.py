@@ -16,21 +16,12 @@ from qforge.files import write_text
 
 @click.command(name="bench")
 @click.argument("model")
-@click.option("--activations", type=click.Choice(["fp", "int8"]), default="fp", show_default=True, help="fp is accurate; int8 is not available yet.")
+@click.option("--activations", type=click.Choice(["both", "fp", "int8"]), default="both", show_default=True, help="fp is accurate; int8 rounds activations on the fly (faster).")
+@click.option("--kv-cache", type=click.Choice(["fp32", "fp16", "int8"]), default="fp32", show_default=True, help="How keys and values are stored; fp32 equals the reference.")
 @click.option("--json", "json_path", metavar="FILE", help="Write the figures to a file; - writes only JSON to stdout.")
-def command(model: str, activations: str, json_path: str | None) -> None:
-    """Measure MODEL: prefill and decode speed, time to first token, time per token, memory, loading time."""
-    from qforge.ops.native import default_threads, instruction_sets
-    from qforge.runtime import LLM
-    from qforge.runtime.bench import measure
-    from qforge.stages.outcome import environment
-
-    start = time.perf_counter()
-    llm = LLM(model, activations=activations)
-    loaded = time.perf_counter() - start
-    figures = measure(llm)
-    machine = environment() | {"threads": default_threads(), "instruction_set": next(iter(instruction_sets()), None), "kernels": llm.kernels()}
-    result = {"environment": machine, **figures, "peak_rss_bytes": _peak_rss(), "load_seconds": loaded}
+def command(model: str, activations: str, kv_cache: str, json_path: str | None) -> None:
+    """Measure MODEL: prefill and decode speed, time to first token, time per token, memory, loading time, and how much of the memory's bandwidth decoding uses."""
+    result = _measure(model, ["fp", "int8"] if activations == "both" else [activations], kv_cache)
     text = json.dumps(result, indent=1)
     if json_path == "-":
         click.echo(text)
@@ -40,14 +31,43 @@ def command(model: str, activations: str, json_path: str | None) -> None:
         _show(result)
 
 
+def _measure(model: str, kinds: list[str], kv_cache: str) -> dict[str, Any]:
+    """Times to first token and per token, and the loading time, are those of the first kind."""
+    from qforge.ops.native import default_threads, instruction_sets
+    from qforge.runtime import LLM
+    from qforge.runtime.bench import measure, read_bandwidth
+    from qforge.stages.outcome import environment
+
+    bandwidth = read_bandwidth()
+    runs, kernels, seconds = [], {}, []
+    for kind in kinds:
+        start = time.perf_counter()
+        llm = LLM(model, activations=kind, kv_cache=kv_cache)
+        seconds.append(time.perf_counter() - start)
+        kernels[kind] = llm.kernels()
+        runs.append(measure(llm, kind, bandwidth))
+        del llm
+    machine = {"threads": default_threads(), "instruction_set": next(iter(instruction_sets()), None), "read_bandwidth": bandwidth}
+    return {
+        "environment": environment() | machine | {"kernels": kernels, "kv_cache": kv_cache},
+        **{name: [row for run in runs for row in run[name]] for name in ("prefill", "decode")},
+        **{name: runs[0][name] for name in ("ttft_ms", "tpot_ms")},
+        "peak_rss_bytes": _peak_rss(),
+        "load_seconds": seconds[0],
+    }
+
+
 def _show(result: dict[str, Any]) -> None:
     for row in result["prefill"]:
-        click.echo(f"prefill  {row['tokens']:4d} tokens                {row['tokens_per_second']:9.1f} tokens/s")
+        click.echo(f"prefill  {row['activations']:4s} batch {row['batch']:3d}, {row['tokens']:4d} tokens   {row['tokens_per_second']:9.1f} tokens/s")
     for row in result["decode"]:
-        click.echo(f"decode   batch {row['batch']:3d}, context {row['context']:4d}   {row['tokens_per_second']:9.1f} tokens/s")
+        share = "" if row["read_bandwidth_fraction"] is None else f"  {row['read_bandwidth_fraction']:4.0%} of the read bandwidth"
+        click.echo(f"decode   {row['activations']:4s} batch {row['batch']:3d}, context {row['context']:4d}  {row['tokens_per_second']:9.1f} tokens/s{share}")
     for key, name in (("ttft_ms", "first token"), ("tpot_ms", "each further token")):
-        click.echo(f"{name:31s} {result[key]['p50']:9.1f} ms (p99 {result[key]['p99']:.1f})")
-    click.echo(f"loaded in {result['load_seconds']:.1f} s, peak memory {result['peak_rss_bytes'] / 2**20:.0f} MiB")
+        click.echo(f"{name:36s} {result[key]['p50']:9.1f} ms (p99 {result[key]['p99']:.1f})")
+    bandwidth = result["environment"]["read_bandwidth"]
+    read = "" if bandwidth is None else f", memory read at {bandwidth / 1e9:.1f} GB/s"
+    click.echo(f"loaded in {result['load_seconds']:.1f} s, peak memory {result['peak_rss_bytes'] / 2**20:.0f} MiB{read}")
 
 
 def _peak_rss() -> int:

@@ -11,7 +11,7 @@ import click
 @click.option("--text", default="builtin", show_default=True, help="builtin, a .txt or .jsonl file, or a hub data set.")
 @click.option("--window", type=click.IntRange(min=2), default=2048, show_default=True, help="Tokens in a window; capped at the model's context.")
 @click.option("--engine", type=click.Choice(["auto", "runtime", "transformers"]), default="auto", show_default=True, help="What computes MODEL's figures.")
-@click.option("--activations", type=click.Choice(["fp", "int8"]), default="fp", show_default=True, help="fp is accurate; int8 is not available yet.")
+@click.option("--activations", type=click.Choice(["fp", "int8"]), default="fp", show_default=True, help="fp is accurate; int8 rounds activations on the fly (faster).")
 @click.option("--json", "json_file", metavar="FILE", help="Write the evaluation as JSON; - for stdout.")
 def command(model: str, against: str | None, text: str, window: int, engine: str, activations: str, json_file: str | None) -> None:
     """The verb."""
@@ -21,12 +21,9 @@ def command(model: str, against: str | None, text: str, window: int, engine: str
     from qforge import pipeline
     from qforge.cli.output import print_evaluation, write_json
     from qforge.cli.progress import TerminalProgress
-    from qforge.errors import UnsupportedError
 
-    if activations != "fp":
-        raise UnsupportedError("--activations int8 is not available yet; leave it out")
     with TerminalProgress() as progress:
-        evaluation = pipeline.evaluate(model, against=against, text=text, window=window, engine=engine, progress=progress)
+        evaluation = pipeline.evaluate(model, against=against, text=text, window=window, engine=engine, activations=activations, progress=progress)
     if json_file is not None:
         write_json(json_file, json.dumps(asdict(evaluation), indent=1, allow_nan=False) + "\n")
     print_evaluation(evaluation, to_stderr=json_file == "-")

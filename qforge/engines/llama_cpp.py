@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import math
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
+from qforge.engines import foreign
 from qforge.errors import MissingCapabilityError, ModelError
-from qforge.models.cache import cache_folder
 
 NAME = "llama.cpp"
 PACKAGE = "xllamacpp"
@@ -26,10 +18,7 @@ _BASE_S, _PER_PROMPT_S = 120.0, 15.0  # generous: one position takes about 1 s, 
 
 def interpreter() -> Path | None:
     """The Python that has xllamacpp: this one, or the one that `make engines` made; None if neither has it."""
-    if importlib.util.find_spec(PACKAGE) is not None:
-        return Path(sys.executable)
-    cached = cache_folder() / "engines" / "llamacpp" / "bin" / "python"
-    return cached if cached.exists() else None
+    return foreign.interpreter(PACKAGE, "llamacpp")
 
 
 def missing() -> str | None:
@@ -56,39 +45,15 @@ def next_token_logprobs(gguf_path: Path, prompts: Sequence[Sequence[int]], vocab
     python = interpreter()
     if python is None:
         raise MissingCapabilityError(str(missing()))
-    with tempfile.TemporaryDirectory(prefix="qforge-llama-") as folder:
-        request, output = Path(folder) / "request.json", Path(folder) / "logprobs.bin"
-        content = {
-            "model": str(gguf_path.resolve()),
-            "prompts": [list(map(int, p)) for p in prompts],
-            "vocab_size": vocab_size,
-            "context": max(map(len, prompts)) + 8,
-            "threads": threads or len(os.sched_getaffinity(0)),
-            "exact": exact,
-            "output": str(output),
-        }
-        request.write_text(json.dumps(content))
-        answer = _run([str(python), "-I", str(_ADAPTER), str(request)], _BASE_S + _PER_PROMPT_S * len(prompts), gguf_path)
-        data = np.fromfile(output, dtype=np.float32)
+    request = {
+        "prompts": [list(map(int, p)) for p in prompts],
+        "vocab_size": vocab_size,
+        "context": max(map(len, prompts)) + 8,
+        "exact": exact,
+        **({} if threads is None else {"threads": threads}),
+    }
+    answer, data = foreign.ask(python, _ADAPTER, request, engine=NAME, model=gguf_path, timeout_s=_BASE_S + _PER_PROMPT_S * len(prompts))
     if data.size != len(prompts) * vocab_size:
         raise ModelError(f"llama.cpp gave {data.size} log-probabilities for {gguf_path.name} where {len(prompts)} x {vocab_size} were asked for")
     # its server normalises with an fp32 sum, which is off by 2e-4 over a whole vocabulary; all of it is here, so normalise again
     return torch.log_softmax(torch.from_numpy(data).view(len(prompts), vocab_size).double(), -1).float(), str(answer["version"])
-
-
-def _run(command: list[str], timeout_s: float, gguf_path: Path) -> dict[str, object]:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired as e:
-        raise MissingCapabilityError(f"llama.cpp did not answer within {math.ceil(timeout_s)} s on {gguf_path.name}; the machine may be busy, run again later") from e
-    lines = done.stdout.strip().splitlines()
-    try:
-        answer = json.loads(lines[-1]) if lines else {}
-    except ValueError:
-        answer = {}
-    if "version" not in answer:
-        log = [line for line in done.stderr.splitlines() if "error" in line.lower() or "failed" in line.lower()]
-        reason = answer.get("error") or (log[-1].strip() if log else f"it ended with exit code {done.returncode}")
-        raise ModelError(f"llama.cpp could not run {gguf_path.name}: {reason}")
-    found: dict[str, object] = answer
-    return found

@@ -21,10 +21,10 @@ class RuntimeEngine:
         UnsupportedError: the model's family, or the kind of activations, is not available on the runtime.
     """
 
-    name = "qforge"
     version = __version__
 
     def __init__(self, model: Model, *, threads: int | None = None, activations: str = "fp") -> None:
+        self.name = "qforge" if activations == "fp" else f"qforge ({activations} activations)"
         context = 1 if model.spec is None else model.spec.max_positions
         self._llm = LLM(model, activations=activations, threads=threads, block_size=SCORING_BLOCK, num_blocks=-(-context // SCORING_BLOCK))
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Protocol
 
 from qforge.errors import UnsupportedError
+from qforge.export.artifact import ArtifactExporter
+from qforge.export.awq import AwqExporter
 from qforge.export.gguf import GgufExporter
 from qforge.export.gptq import GptqExporter
 from qforge.export.onnx import OnnxExporter
@@ -29,9 +31,12 @@ class Exporter(Protocol):
         """Write the files into `folder` and return their paths."""
 
 
+_PLAIN: dict[str, Exporter] = {e.name: e for e in (GptqExporter(), AwqExporter(), ArtifactExporter("compressed-tensors"), ArtifactExporter("bitsandbytes"))}
+
+
 def available() -> list[str]:
     """Formats that can be written today."""
-    return ["gguf", "gptq", "onnx", "tensorrt"]
+    return ["gguf", "onnx", "tensorrt", *_PLAIN]
 
 
 def exporter(format_name: str, type_name: str | None = None) -> Exporter:
@@ -42,10 +47,10 @@ def exporter(format_name: str, type_name: str | None = None) -> Exporter:
     """
     if format_name == "gguf":
         return GgufExporter(type_name or "auto")
-    if format_name == "gptq":
+    if format_name in _PLAIN:
         if type_name is not None:
-            raise UnsupportedError(f"export gptq takes no type ('{type_name}' was given); leave it out")
-        return GptqExporter()
+            raise UnsupportedError(f"export {format_name} takes no type ('{type_name}' was given); leave it out")
+        return _PLAIN[format_name]
     if format_name == "onnx":
         return OnnxExporter(type_name or "auto")
     if format_name == "tensorrt":

@@ -18,6 +18,7 @@ from qforge.export.gguf_metadata import add_metadata, metadata_problem, rope_fac
 from qforge.export.gguf_vocabulary import add_vocabulary, vocabulary_problem
 from qforge.export.hf import HEAD, weight_shape
 from qforge.files import atomic
+from qforge.layouts import gguf_schemes
 from qforge.layouts.gguf_blocks import BITS, BLOCK, GgufBlocks, lossless_type
 from qforge.models.model import Model
 from qforge.models.names import GGUF_ARCHITECTURES, gguf_names, gguf_norm_offset, gguf_permutes, permute_rows, permuted_heads
@@ -115,8 +116,23 @@ class GgufExporter:
             writer.add_quantization_version(2)
             add_metadata(writer, model.spec)
             add_vocabulary(writer, model.tokenizer(), model.config.vocab_size)
+            self._add_schemes(writer, model)
             _write_tensors(writer, tensors)
         return [path]
+
+    def _add_schemes(self, writer: GGUFWriter, model: Model) -> None:
+        names = gguf_names(model.config.model_type, model.config.num_hidden_layers)
+        modules = {} if self.type in _FLOATS else {names[f"{module}.weight"]: module for module in model.schemes}
+        stored = {name: (self._kind(model.schemes[module]), model.schemes[module]) for name, module in modules.items()}
+        told = gguf_schemes.to_metadata(stored, lambda name: GgufBlocks(stored[name][0]).pack(permuted(model, modules[name]))["zeros_above"])
+        for key, value in told.items():
+            writer.add_string(key, value) if isinstance(value, str) else writer.add_array(key, value)
+
+    def _kind(self, scheme: Scheme) -> str:
+        """The block type for a scheme that `check` has passed."""
+        kind = self.type.upper() if self.type != "auto" else lossless_type(scheme)
+        assert kind is not None
+        return kind
 
     def _label(self, tensors: list[Tensor]) -> str:
         """The type that names the file: that of most weights in matrices."""
@@ -146,8 +162,7 @@ class GgufExporter:
         if self.type in _FLOATS:
             dtype = _FLOATS[self.type]
             return Tensor(name, GGMLQuantizationType[self.type.upper()], shape, lambda: _bytes(numerics.dequantize(permuted(model, module)).to(dtype)))
-        kind = self.type.upper() if self.type != "auto" else lossless_type(model.schemes[module])
-        assert kind is not None
+        kind = self._kind(model.schemes[module])
         return Tensor(name, GGMLQuantizationType[kind], shape, lambda: GgufBlocks(kind).pack(permuted(model, module))["weight"].numpy())
 
     def _plain(self, model: Model, name: str, gguf_name: str) -> Tensor:

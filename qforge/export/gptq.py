@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -14,9 +13,8 @@ import torch
 
 from qforge import __version__
 from qforge.errors import UnsupportedError
-from qforge.export.hf import HEAD, checkpoint_pieces, config_json, copy_assets, unquantized_linears, weight_shape, write_json
-from qforge.export.writer import SHARD_BYTES, Piece, write_safetensors
-from qforge.files import atomic_folder
+from qforge.export.hf import HEAD, unquantized_linears, weight_shape, write_checkpoint
+from qforge.export.writer import SHARD_BYTES, Piece
 from qforge.layouts.autogptq import AutoGptq
 from qforge.layouts.bits import words_for
 from qforge.models.model import Model
@@ -70,13 +68,10 @@ class GptqExporter:
 
             return Piece({f"{module}.{name}": info for name, info in _infos(model.schemes[module], *weight_shape(model, module)).items()}, read)
 
-        with atomic_folder(folder) as temporary:
-            write_safetensors(temporary, checkpoint_pieces(model, model.schemes, packed), shard_bytes=self.shard_bytes)
-            settings = quantization_config(model.schemes, unquantized_linears(model, model.schemes), desc_act=ordered)
-            write_json(temporary / "config.json", config_json(model.config, model.dtype) | {"quantization_config": settings})
-            write_json(temporary / "quantize_config.json", settings)
-            copy_assets(model.assets, temporary)
-        return sorted(p for p in folder.rglob("*") if p.is_file())
+        def settings() -> dict[str, Any]:
+            return quantization_config(model.schemes, unquantized_linears(model, model.schemes), desc_act=ordered)
+
+        return write_checkpoint(folder, model, packed, settings, shard_bytes=self.shard_bytes, beside="quantize_config.json")
 
 
 def layout_for(schemes: Mapping[str, Scheme]) -> AutoGptq:
@@ -123,9 +118,3 @@ def _infos(scheme: Scheme, out_features: int, in_features: int) -> dict[str, Ten
         "scales": TensorInfo((columns, out_features), torch.float16),
         "g_idx": TensorInfo((in_features,), torch.int32),
     }
-
-
-def read_settings(folder: Path) -> dict[str, Any]:
-    """The quantization settings of a GPTQ checkpoint that this exporter wrote."""
-    found: dict[str, Any] = json.loads((folder / "config.json").read_bytes())["quantization_config"]
-    return found

@@ -67,6 +67,32 @@ def write_artifact(
         write_json(temporary / PROVENANCE, dict(provenance))
 
 
+def write_checkpoint(
+    folder: Path, model: Model, packed: Callable[[str], Piece], settings: Callable[[], Mapping[str, Any]], *, shard_bytes: int, beside: str | None = None
+) -> list[Path]:
+    """Write a quantized model as a checkpoint in another program's layout; it replaces `folder` when complete.
+
+    Args:
+        folder: where to.
+        model: with `schemes`.
+        packed: the piece of a quantized linear.
+        settings: `quantization_config` of config.json; asked for when all weights are written.
+        shard_bytes: the largest file of weights.
+        beside: a file that holds the settings, too, for readers that do not look into config.json.
+
+    Returns:
+        All files.
+    """
+    with atomic_folder(folder) as temporary:
+        write_safetensors(temporary, checkpoint_pieces(model, model.schemes, packed), shard_bytes=shard_bytes)
+        found = dict(settings())
+        write_json(temporary / "config.json", config_json(model.config, model.dtype) | {"quantization_config": found})
+        if beside is not None:
+            write_json(temporary / beside, found)
+        copy_assets(model.assets, temporary)
+    return sorted(p for p in folder.rglob("*") if p.is_file())
+
+
 def config_json(config: PretrainedConfig, dtype: torch.dtype, *, tied: bool | None = None) -> dict[str, Any]:
     """What config.json says of a model: transformers' config without what belongs to a machine; `tied` overrides `tie_word_embeddings`."""
     content = {k: v for k, v in config.to_diff_dict().items() if k not in (*_ENVIRONMENT_KEYS, "torch_dtype", "quantization_config")}

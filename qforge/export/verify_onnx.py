@@ -21,9 +21,9 @@ from qforge import numerics
 from qforge.engines import onnx_runtime
 from qforge.engines.base import Scorer
 from qforge.errors import MissingCapabilityError
+from qforge.export.agreement import agreement, next_token_logprobs
 from qforge.export.hf import HEAD
 from qforge.export.onnx_graph import CONTRIB, IR_VERSION, OPSET, TYPES, attribute
-from qforge.export.verify import compare, next_token_logprobs
 from qforge.models.model import Model
 from qforge.types import Verification
 
@@ -176,8 +176,9 @@ def verify_execution(stored: Stored, model: Model, scorer: Scorer, prompts: Sequ
         "qdq": "standard operators in fp32 (session.qdq_matmulnbits_accuracy_level: 1)",
         "qdq-f16": "standard operators in fp16",
     }[kind]
-    found = compare(next_token_logprobs(scorer, prompts), next_token_logprobs(engine, prompts))
-    return found.verification(engine.name, engine.version, f"against {scorer.name}; {note}")
+    kl, same_first, largest = agreement(next_token_logprobs(scorer, prompts), next_token_logprobs(engine, prompts))
+    note = f"against {scorer.name}; {note}; largest difference of a log-probability {largest:.2g}"
+    return Verification(engine.name, engine.version, kl_mean=kl, top1_agreement=same_first, positions=len(prompts), note=note, executed=True)
 
 
 def verify_greedy(folder: Path, scorer: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:

@@ -99,11 +99,20 @@ class AutoGptq:
             index = expect_group_index(index, columns, NAME)
             index = None if torch.equal(index, _contiguous(in_features, scheme)) else index
         if not scheme.symmetric:
+            if int(zeros.max()) >> scheme.bits:
+                raise ModelError(
+                    f"this version 1 GPTQ checkpoint has a zero point of {int(zeros.max())}, which means 0 to some programs and {int(zeros.max())} to others; convert it to gptq_v2"
+                )
             return QuantizedLinear(scheme, codes, scales, zeros, index, bias=tensors.get("bias"))
         middle = 1 << (scheme.bits - 1)
         if not (zeros == middle).all():
             raise ModelError(f"a symmetric GPTQ checkpoint has the zero point {middle} everywhere, but this one has {zeros[zeros != middle][0]}; is it one with sym: false?")
         return QuantizedLinear(scheme, (codes.to(torch.int16) - middle).to(torch.int8), scales, None, index, bias=tensors.get("bias"))
+
+
+def version(config: Mapping[str, Any]) -> int:
+    """The version of the layout that a `quantization_config` tells of."""
+    return 2 if "gptq_v2" in (config.get("checkpoint_format"), config.get("format")) else 1
 
 
 def read_config(config: Mapping[str, Any], quantized: Sequence[str]) -> dict[str, Scheme]:
@@ -136,7 +145,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 def _scheme(settings: Mapping[str, Any]) -> Scheme:
     bits, group = settings.get("bits"), settings.get("group_size", -1)
-    if type(bits) is not int or bits not in BITS or type(group) is not int or (group < 1 and group != -1):
+    if type(bits) is not int or bits not in BITS or type(group) is not int or not (group == -1 or 0 < group < 1 << 31):
         raise ModelError(f"a GPTQ checkpoint of {bits!r} bits in groups of {group!r} is not readable; bits {', '.join(map(str, BITS))} and a group size or -1 are")
     granularity = Granularity(Per.CHANNEL) if group == -1 else Granularity(Per.GROUP, group, 1)
     return Scheme(Number(f"int{bits}"), granularity, Symmetry.SYM if settings.get("sym", True) else Symmetry.ASYM, ScaleFormat(ScaleType.F16))

@@ -15,7 +15,9 @@ from qforge.scheme import Scheme
 class Layout(Protocol):
     """Tensors of one linear by local name (`qweight`, `weight_scale`, ...), as a file holds them."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """For messages and tables."""
 
     def supports(self, scheme: Scheme) -> str | None:
         """None when the layout holds the scheme losslessly, or the reason why not."""

@@ -13,7 +13,7 @@ Letters: O output features, I input features, B blocks of the whole weight.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from qforge.scheme import Granularity, Number, Per, ScaleFormat, ScaleType, Sche
 NAME = "bitsandbytes"
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # weights that share a scale, as bitsandbytes' kernels have them
 _NESTED = 256  # scales that share a second-level scale
-_STATE = "weight.quant_state.bitsandbytes__nf4"
+STATE = "weight.quant_state.bitsandbytes__nf4"
 _STATE_BYTES = 240  # the JSON text is filled up with spaces, so that its length is known before the weight is
 
 
@@ -66,7 +66,7 @@ class BitsAndBytes:
             tensors["weight.nested_absmax"] = q.super_scales[:-1].clone()
             tensors["weight.nested_quant_map"] = numerics.dynamic_code().clone()
             state |= {"nested_blocksize": _NESTED, "nested_dtype": "float32", "nested_offset": float(q.super_scales[-1])}
-        tensors[_STATE] = torch.tensor(list(json.dumps(state).ljust(_STATE_BYTES).encode()), dtype=torch.uint8)
+        tensors[STATE] = torch.tensor(list(json.dumps(state).ljust(_STATE_BYTES).encode()), dtype=torch.uint8)
         return tensors
 
     def infos(self, scheme: Scheme, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -77,7 +77,7 @@ class BitsAndBytes:
             "weight": ((out_features * in_features // 2, 1), torch.uint8),
             "weight.absmax": ((blocks,), torch.uint8 if double else torch.float32),
             "weight.quant_map": ((16,), torch.float32),
-            _STATE: ((_STATE_BYTES,), torch.uint8),
+            STATE: ((_STATE_BYTES,), torch.uint8),
         }
         if double:
             infos |= {"weight.nested_absmax": ((-(-blocks // _NESTED),), torch.float32), "weight.nested_quant_map": ((256,), torch.float32)}
@@ -89,7 +89,7 @@ class BitsAndBytes:
         Raises:
             ModelError: a tensor is missing, or its shape or values do not fit the scheme.
         """
-        state = _state(take(tensors, _STATE, NAME))
+        state = _state(take(tensors, STATE, NAME))
         shape = _shape(state)
         rows, columns = scheme.scale_shape(*shape)
         packed = expect_shape(take(tensors, "weight", NAME), (shape[0] * shape[1] // 2, 1), "weight", NAME)
@@ -141,12 +141,7 @@ def read_config(config: Mapping[str, Any], quantized: Sequence[str], read: Calla
     """
     if not config.get("load_in_4bit") or config.get("bnb_4bit_quant_type") != "nf4":
         raise ModelError("of bitsandbytes checkpoints qforge reads 4-bit nf4 ones; start from the unquantized model")
-    return {name: _scheme(_state(read(f"{name}.{_STATE}"))) for name in quantized}
-
-
-def is_quantized(module: str, held: Container[str]) -> bool:
-    """Whether a checkpoint that holds these tensors has this linear in 4 bits."""
-    return f"{module}.{_STATE}" in held
+    return {name: _scheme(_state(read(f"{name}.{STATE}"))) for name in quantized}
 
 
 def _scales(*, double: bool) -> ScaleFormat:
@@ -157,18 +152,18 @@ def _state(stored: torch.Tensor) -> dict[str, Any]:
     try:
         state = json.loads(bytes(stored.flatten().tolist()))
     except (ValueError, TypeError) as e:
-        raise ModelError(f"{_STATE} is not the JSON text that bitsandbytes writes: {e}") from e
+        raise ModelError(f"{STATE} is not the JSON text that bitsandbytes writes: {e}") from e
     if not isinstance(state, dict) or state.get("quant_type") != "nf4" or state.get("blocksize") not in BLOCKS:
-        raise ModelError(f"{_STATE} tells of {str(state)[:200]}; qforge reads nf4 in blocks of {', '.join(map(str, BLOCKS))}")
+        raise ModelError(f"{STATE} tells of {str(state)[:200]}; qforge reads nf4 in blocks of {', '.join(map(str, BLOCKS))}")
     if "nested_blocksize" in state and (state["nested_blocksize"] != _NESTED or not isinstance(state.get("nested_offset"), float)):
-        raise ModelError(f"{_STATE} tells of second-level scales for {state['nested_blocksize']} scales; qforge reads {_NESTED}, with an offset")
+        raise ModelError(f"{STATE} tells of second-level scales for {state['nested_blocksize']} scales; qforge reads {_NESTED}, with an offset")
     return state
 
 
 def _shape(state: Mapping[str, Any]) -> tuple[int, int]:
     shape = state.get("shape")
     if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(n, int) and n > 0 for n in shape) or shape[1] % state["blocksize"]:
-        raise ModelError(f"{_STATE} tells of a weight of shape {shape}; a matrix whose rows hold whole blocks of {state['blocksize']} is readable")
+        raise ModelError(f"{STATE} tells of a weight of shape {shape}; a matrix whose rows hold whole blocks of {state['blocksize']} is readable")
     return shape[0], shape[1]
 
 

@@ -6,6 +6,8 @@
 
 Source: ggml's `ggml-common.h` and `ggml-quants.c`. A larger group or a whole row repeats its scale in each block. A zero point is subtracted from
 the codes, so what is stored is q - z: asymmetric 4-bit codes need 5 bits. Q4_1 and Q5_1 store a minimum in fp16, which rounds scale * zero point.
+The zero point itself is no part of the type. `zeros_above` beside the weight says by how much it exceeds the smallest that fits the codes of its group
+(0 for any group whose codes reach 0), so that other formats get the first codes back; llama.cpp needs none of it.
 
 Letters: O output features, I input features, B blocks in a row.
 """
@@ -30,7 +32,7 @@ _BYTES = {"Q4_0": 18, "Q5_0": 22, "Q8_0": 34}
 
 @dataclass(frozen=True, slots=True)
 class GgufBlocks:
-    """The layout of one block type (see `qforge.layouts.base.Layout`); its only tensor is `weight`, uint8 `[O, B * bytes]`."""
+    """The layout of one block type (see `qforge.layouts.base.Layout`): `weight`, uint8 `[O, B * bytes]`, and for a scheme with zero points `zeros_above`, uint8 `[R, C]`."""
 
     type: str
 
@@ -61,7 +63,7 @@ class GgufBlocks:
         return f"an input width of {in_features} is not a multiple of {BLOCK}, the block of {self.name}" if in_features % BLOCK else None
 
     def pack(self, q: QuantizedLinear) -> dict[str, torch.Tensor]:
-        """The blocks of each row.
+        """The blocks of each row, and what they do not say of zero points.
 
         Raises:
             UnsupportedError: a scale is not exact in fp16, or the groups are not contiguous (act-order).
@@ -75,7 +77,8 @@ class GgufBlocks:
         zeros = 0 if q.zeros is None else _per_input(q.zeros, q).to(torch.int16)
         values = (q.codes.to(torch.int16) - zeros).view(q.out_features, -1, BLOCK)
         d = _per_input(scales, q)[:, ::BLOCK].clone(memory_format=torch.contiguous_format).view(torch.uint8).view(q.out_features, -1, 2)
-        return {"weight": torch.cat((d, self._encode(values)), -1).flatten(1)}
+        tensors = {"weight": torch.cat((d, self._encode(values)), -1).flatten(1)}
+        return tensors if q.zeros is None else tensors | {"zeros_above": q.codes.reshape(*q.zeros.shape, -1).amin(-1).minimum(q.zeros)}
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
         if self.type == "Q8_0":
@@ -86,7 +89,7 @@ class GgufBlocks:
         return torch.cat((pack_flags(unsigned >> 4), pack_halves(unsigned & 0xF)), -1)
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantizedLinear:
-        """The linear that the blocks describe. Zero points are not stored: the smallest that fits the codes of its group is chosen.
+        """The linear that the blocks describe; without `zeros_above` each zero point is the smallest that fits the codes of its group.
 
         Raises:
             ModelError: the blocks do not hold such a scheme: scales differ inside a group, or values do not fit its bits.
@@ -105,7 +108,9 @@ class GgufBlocks:
         grouped, zeros = values.reshape(rows, columns, -1), None
         if scheme.symmetry is Symmetry.ASYM:
             shift = (-grouped.amin(-1)).clamp(0, high)
-            grouped, zeros = grouped + shift[..., None], shift.to(torch.uint8)
+            if "zeros_above" in tensors:
+                shift = shift + expect_shape(tensors["zeros_above"], (rows, columns), "zeros_above", self.name).to(torch.int16)
+            grouped, zeros = grouped + shift[..., None], shift.clamp(max=high).to(torch.uint8)
         if grouped.min() < low or grouped.max() > high:
             raise ModelError(f"these {self.name} blocks hold values that {scheme} cannot")
         return QuantizedLinear(scheme, grouped.reshape(values.shape).to(code_dtype(scheme)), per_scale[..., 0].contiguous(), zeros)

@@ -1,4 +1,4 @@
-"""The triangular factor that GPTQ solves with, made in the memory of one fp64 matrix.
+"""The triangular factor that GPTQ solves with, made in the memory of one matrix.
 
 Letters: I input features.
 """
@@ -11,8 +11,8 @@ PANEL = 512  # columns inverted together: products of 512 x 512 blocks run at fu
 _CHUNK = 1 << 20  # elements converted at once
 
 
-def inverse_factor(hessian: torch.Tensor, order: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor | None:
-    """U^T `[I, I]` fp32 for the upper U with U^T U = H^-1, or None when H is not positive definite; computed in fp64.
+def inverse_factor(hessian: torch.Tensor, order: torch.Tensor, diagonal: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor | None:
+    """U^T `[I, I]` fp32 for the upper U with U^T U = H^-1, or None when H is not positive definite.
 
     U is the inverse of the upper R with R R^T = H, and R is the Cholesky factor L of H with rows and columns reversed, reversed itself. So U^T is L^-1 turned by
     half a turn and transposed: column by column, the elements of L^-1 from the last to the first.
@@ -21,8 +21,9 @@ def inverse_factor(hessian: torch.Tensor, order: torch.Tensor, diagonal: torch.T
         hessian: `[I, I]` fp32, symmetric.
         order: `[I]`, the order in which H takes rows and columns.
         diagonal: `[I]` fp32, which takes the place of the Hessian's, in the Hessian's own order.
+        dtype: in which it is computed.
     """
-    lower = _permuted(hessian, order.flip(0), diagonal).mT  # symmetric: transposing makes its columns contiguous, as LAPACK works
+    lower = _permuted(hessian, order.flip(0), diagonal, dtype).mT  # symmetric: transposing makes its columns contiguous, as LAPACK works
     failed = torch.empty((), dtype=torch.int32)
     torch.linalg.cholesky_ex(lower, out=(lower, failed))
     if failed:
@@ -32,9 +33,9 @@ def inverse_factor(hessian: torch.Tensor, order: torch.Tensor, diagonal: torch.T
     return turned if torch.isfinite(turned.sum()) else None  # one value that is not finite makes the sum so
 
 
-def _permuted(matrix: torch.Tensor, order: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor:
-    """The matrix in fp64, rows and columns in another order, with another diagonal."""
-    taken = torch.empty(matrix.shape, dtype=torch.float64)
+def _permuted(matrix: torch.Tensor, order: torch.Tensor, diagonal: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix in a type, rows and columns in another order, with another diagonal."""
+    taken = torch.empty(matrix.shape, dtype=dtype)
     for rows, to in zip(order.split(PANEL), taken.split(PANEL), strict=True):
         to.copy_(matrix[rows][:, order])
     taken.diagonal().copy_(diagonal[order])

@@ -33,6 +33,7 @@ from qforge.methods.factor import inverse_factor
 from qforge.qlinear import QuantizedLinear, code_dtype
 from qforge.scheme import Scheme
 
+WELL_CONDITIONED = 1e5  # fp32 (6e-8) then leaves three digits of the least certain direction; the sum of eigenvalues over the damping bounds the condition number
 BLOCK = 128  # columns whose updates are kept together before they are pushed on in one matrix product
 _DAMPING_FACTOR, _DAMPING_LIMIT = 10.0, 100.0
 _ENOUGH, _MOST = 8, 100.0  # tokens for each input from which on damping stays as it is; how many times it can become larger
@@ -135,7 +136,7 @@ def _factorize(hessian: torch.Tensor, tokens: int, options: Options) -> _Factor:
     damping = first = damping_for(tokens, len(diagonal), options.damping)
     while damping <= max(first, _DAMPING_LIMIT):
         damped = diagonal + torch.where(dead, mean, damping * mean)
-        lower = inverse_factor(hessian, order, damped) if damped.isfinite().all() else None
+        lower = _inverse_factor(hessian, order, damped, float(damped.double().sum()) / (damping * mean)) if damped.isfinite().all() else None
         if lower is not None:
             if damping != first:
                 notes.append(f"damping raised to {damping:g} to keep the Hessian positive definite")
@@ -143,6 +144,12 @@ def _factorize(hessian: torch.Tensor, tokens: int, options: Options) -> _Factor:
         damping = max(damping, 1e-4) * _DAMPING_FACTOR
     notes.append("the Hessian is not positive definite at any damping: rounded to nearest")
     return _Factor(order, diagonal.clone(), None, "; ".join(notes))
+
+
+def _inverse_factor(hessian: torch.Tensor, order: torch.Tensor, diagonal: torch.Tensor, condition: float) -> torch.Tensor | None:
+    """The factor, in fp32 where a bound of the condition number says that this is enough, and it is."""
+    lower = inverse_factor(hessian, order, diagonal, torch.float32) if condition < WELL_CONDITIONED else None
+    return inverse_factor(hessian, order, diagonal) if lower is None else lower
 
 
 @contextlib.contextmanager

@@ -33,6 +33,20 @@ def runs(scheme: Scheme) -> bool:
     return module() is not None and scheme.number.is_int and scheme.symmetry is not Symmetry.OFFSET and scheme.granularity.per is not Per.BLOCK
 
 
+@functools.cache
+def has_bf16_products() -> bool:
+    """Whether `add_products` runs here: compiled, and on a CPU with AVX512-BF16."""
+    native = module()
+    return native is not None and bool(native.has_bf16_products())
+
+
+def tile() -> int:
+    """Columns of the tiles in which `add_products` computes."""
+    native = module()
+    assert native is not None
+    return int(native.TILE)
+
+
 @functools.lru_cache(maxsize=1)
 def _pool(threads: int) -> Any:
     native = module()
@@ -176,3 +190,24 @@ def best_scale(weight: torch.Tensor, importance: torch.Tensor, scales: torch.Ten
         rows, groups, weight.shape[1] // groups, best.data_ptr(),
     )  # fmt: skip
     return best
+
+
+def add_products(left: torch.Tensor, right: torch.Tensor, into: torch.Tensor, *, lower: bool = False) -> None:
+    """Add `left^T right` in bf16 with fp32 sums (kernels/include/qforge/products.h).
+
+    Args:
+        left: `[N, I]` fp32.
+        right: likewise.
+        into: `[I, I]` fp32.
+        lower: only on and below the diagonal; what lies above within a tile of `tile()` columns is added to as well.
+    """
+    native = module()
+    assert native is not None
+    for x in (left, right):
+        assert x.dtype == torch.float32
+        assert x.is_contiguous()
+        assert x.shape == (left.shape[0], len(into))
+    assert into.shape == (len(into), len(into))
+    assert into.dtype == torch.float32
+    assert into.is_contiguous()
+    native.add_products(_pool(torch.get_num_threads()), left.data_ptr(), right.data_ptr(), *left.shape, lower, into.data_ptr())

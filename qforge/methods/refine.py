@@ -1,9 +1,9 @@
-"""Descent on the layer's own error tr((W - Q) H (W - Q)^T) after the codes have been chosen: least squares over scales, then every code in turn.
+"""Descent on the layer's own error tr((W - Q) H (W - Q)^T) after the codes have been chosen: every scale in turn, then every code in turn.
 
 GPTQ decides each column once, on scales that were fixed beforehand. From its result, coordinate descent over the codes (QuantEase, arXiv 2309.01885) and
 over the scales of the groups never makes the error larger; both use the Hessian that is there already and never see a token.
 
-Letters: O output features, I input features, C groups, G inputs of a group.
+Letters: O output features, I input features, n inputs of some groups.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from qforge.methods import native
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Per, Scheme, Symmetry
 
-ELEMENTS = 1 << 22  # of a weight (or of its scales' equations) refined at once: rows are independent, and half a dozen arrays of that size are held
-SYSTEMS = 64  # rows whose scales are solved for at once, which copies their matrices
+ELEMENTS = 1 << 22  # of a weight refined at once: rows are independent, and some arrays of that size are held
+COLUMNS = 256  # whose effects on all others are pushed on together
 
 
 def applies(scheme: Scheme) -> bool:
@@ -36,7 +36,7 @@ def refine(weight: torch.Tensor, q: QuantizedLinear, hessian: torch.Tensor, swee
         hessian: `[I, I]` fp32, symmetric, damped.
         sweeps: over scales and codes.
     """
-    rows = max(SYSTEMS, ELEMENTS // max(weight.shape[1], q.scales.shape[1] ** 2))
+    rows = max(1, ELEMENTS // weight.shape[1])
     parts = [_refine_rows(w, replace(q, codes=c, scales=s, zeros=z), hessian, sweeps) for w, c, s, z in _by_rows(weight, q, rows)]
     return replace(q, codes=torch.cat([p.codes for p in parts]), scales=torch.cat([p.scales for p in parts]))
 
@@ -50,50 +50,53 @@ def _by_rows(weight: torch.Tensor, q: QuantizedLinear, rows: int) -> Iterator[tu
 
 def _refine_rows(weight: torch.Tensor, q: QuantizedLinear, hessian: torch.Tensor, sweeps: int) -> QuantizedLinear:
     group = (torch.arange(q.in_features) // q.scheme.granularity.group_size(q.in_features)).int()
-    error, gradient = _error(weight, q, hessian)
+    gradient = (weight - numerics.dequantize(q)) @ hessian  # (W - Q) H, kept up to date
+    q = replace(q, scales=q.scales.clone())
     for _ in range(sweeps):
-        fitted = replace(q, scales=_fitted_scales(q, gradient, hessian))
-        new_error, new_gradient = _error(weight, fitted, hessian)
-        better = (new_error < error)[:, None]  # rounding to the stored type, or a bound, may spoil a row
-        q = replace(q, scales=torch.where(better, fitted.scales, q.scales))
-        gradient = torch.where(better, new_gradient, gradient)
+        _fit_scales(hessian, gradient, q)
         if native.runs(q.scheme):
             native.refine_codes(hessian, gradient, q.codes, q.scales, group, q.scheme, 1)
         else:
             _sweep(hessian, gradient, q.codes, q.scales, group, q.scheme)
-        error = _row_errors(weight, q, gradient)
     return q
 
 
-def _error(weight: torch.Tensor, q: QuantizedLinear, hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The error of each row `[O]`, and (W - Q) H `[O, I]`."""
-    gradient = (weight - numerics.dequantize(q)) @ hessian
-    return _row_errors(weight, q, gradient), gradient
-
-
-def _row_errors(weight: torch.Tensor, q: QuantizedLinear, gradient: torch.Tensor) -> torch.Tensor:
-    return (gradient * (weight - numerics.dequantize(q))).sum(1)
-
-
-def _fitted_scales(q: QuantizedLinear, gradient: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """The scales `[O, C]` that are best for these codes (least squares over all groups of a row), rounded to the type in which they are stored.
+def _fit_scales(hessian: torch.Tensor, gradient: torch.Tensor, q: QuantizedLinear) -> None:
+    """Every scale in turn becomes the best one given codes and all other scales, in place, where that is still better once it is rounded to the stored type.
 
     A scale moves by half at most, so that none changes its sign.
     """
-    out_features, groups = q.scales.shape
-    size = q.in_features // groups
-    steps = q.codes.float() - (0 if q.zeros is None else numerics.expand(q.zeros, q.scheme, q.out_features, q.in_features).float())
-    by_group_OCG = steps.view(out_features, groups, size)
-    normal = torch.empty(out_features, groups, groups)
-    for g in range(groups):
-        columns = slice(g * size, (g + 1) * size)
-        normal[:, g] = ((steps[:, columns] @ hessian[columns]).view_as(by_group_OCG) * by_group_OCG).sum(2)
-    slope = (gradient.view_as(by_group_OCG) * by_group_OCG).sum(2)
-    diagonal = normal.diagonal(dim1=1, dim2=2)
-    diagonal += 1e-6 * diagonal + (diagonal <= 0)  # a group of zeros has no say
-    change = torch.cat([torch.linalg.solve(*part) for part in zip(normal.split(SYSTEMS), slope.split(SYSTEMS), strict=True)])
-    wanted = q.scales + change.nan_to_num(0.0, 0.0, 0.0).clamp(-q.scales / 2, q.scales / 2)
-    return numerics.round_scale(wanted, q.scheme.scale.type)
+    size = q.in_features // q.scales.shape[1]
+    width = size * max(1, COLUMNS // size)
+    for start in range(0, q.in_features, width):
+        here = slice(start, min(start + width, q.in_features))
+        steps = _steps(q, here)
+        slopes, curvature = gradient[:, here].clone(), hessian[here, here]
+        for first in range(0, steps.shape[1], size):
+            mine = slice(first, first + size)
+            scales = q.scales[:, (start + first) // size]
+            change = _scale_change(steps[:, mine], slopes[:, mine], curvature[mine, mine], scales, q.scheme)
+            scales += change
+            steps[:, mine] *= change[:, None]  # from here on what the group's values gain
+            slopes.addmm_(steps[:, mine], curvature[mine], alpha=-1)
+        gradient.addmm_(steps, hessian[here], alpha=-1)
+
+
+def _steps(q: QuantizedLinear, columns: slice) -> torch.Tensor:
+    """Codes less zero points `[O, n]` fp32."""
+    steps = q.codes[:, columns].float()
+    if q.zeros is not None:
+        size = q.in_features // q.zeros.shape[1]
+        steps -= q.zeros[:, columns.start // size : columns.stop // size].float().repeat_interleave(size, 1)
+    return steps
+
+
+def _scale_change(steps: torch.Tensor, slopes: torch.Tensor, curvature: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """What is added to the scales `[O]` of one group: zero where nothing, or nothing that can be stored, makes the error smaller."""
+    slope, bend = (slopes * steps).sum(1), ((steps @ curvature) * steps).sum(1)
+    wanted = scales + (slope / bend).nan_to_num(0.0, 0.0, 0.0).clamp(-scales / 2, scales / 2)
+    change = numerics.round_scale(wanted, scheme.scale.type) - scales
+    return torch.where(change * (2 * slope - change * bend) > 0, change, 0.0)
 
 
 def _sweep(hessian: torch.Tensor, gradient: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, group: torch.Tensor, scheme: Scheme) -> None:

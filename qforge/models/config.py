@@ -97,6 +97,8 @@ def check_text_decoder(config: PretrainedConfig, origin: str, *, remote: bool = 
     encoder = family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
     if causal is None or encoder:
         raise ModelError(f"{origin}: '{family}' is not a causal language model; {_ONLY}")
-    named = list(getattr(config, "architectures", None) or [])
+    named = getattr(config, "architectures", None) or []
+    if not isinstance(named, (list, tuple)):
+        raise ModelError(f"{origin}: its architectures should be a list of names, and are {str(named)[:80]!r}")
     if named and causal not in named:
         raise ModelError(f"{origin}: the architecture is {', '.join(map(str, named))}, not {causal}: not a causal language model; {_ONLY}")

@@ -1,7 +1,7 @@
 """The header of a GGUF file, read with every count, length and offset held against the size of the file before it is believed.
 
 Format: magic `GGUF`, u32 version, u64 tensor count, u64 metadata count, metadata, tensor table, padding, data. Spec: ggml's docs/gguf.md.
-Arrays of strings (the vocabulary) are walked and counted, not kept; so are long arrays of numbers.
+Arrays of strings (the vocabulary) are walked and counted, not kept; so are long arrays of numbers. Arrays of bytes are kept as bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from qforge.errors import ModelError
 
 VERSIONS = (2, 3)
-_STRING, _ARRAY = 8, 9
+_BYTE, _STRING, _ARRAY = 0, 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MOST_DIMENSIONS = 4
 _LONGEST_KEPT = 4096
@@ -148,6 +148,8 @@ class _Reader:
         if kind in _SCALARS:
             width = struct.calcsize(f"<{_SCALARS[kind]}")
             start = self._skip(count * width)
+            if kind == _BYTE:
+                return self._data[start : self._at]
             return list(struct.unpack_from(f"<{count}{_SCALARS[kind]}", self._data, start)) if count <= _LONGEST_KEPT else count
         if kind != _STRING:
             raise self._damaged(f"an array before byte {self._at} has elements of the unknown type {kind}")

@@ -37,11 +37,14 @@ def open_gguf(source: str, path: Path, dtype: str) -> Model:
     """
     header = read_gguf_header(path)
     config = gguf_config(header)
-    stored = skeletons.fitted(GgufSource(header, config), skeletons.build(config), config, str(path))
+    skeleton = skeletons.build(config)
+    gguf = GgufSource(header, config, skeleton.linears)
+    stored = skeletons.fitted(gguf, skeleton, config, str(path))
     chosen = _own_dtype(header) if dtype == "auto" else DTYPES[dtype]
     assets = _assets(header, config)
     config.dtype = chosen
-    return Model(source, config, model_spec(config), Cast(stored, chosen), chosen, assets)
+    weights = Cast(stored, chosen, keep=[f"{name}.weight" for name in gguf.schemes])
+    return Model(source, config, model_spec(config), weights, chosen, assets, gguf.schemes)
 
 
 def _own_dtype(header: GgufHeader) -> torch.dtype:

@@ -1,6 +1,9 @@
-"""A GGUF file as a source of weights: one tensor at a time, dequantized by the gguf package, under Hugging Face's name and in its row order."""
+"""A GGUF file as a source of weights: one tensor at a time, under Hugging Face's name and in its row order; integers as stored, or dequantized by the gguf package."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,25 +13,37 @@ from transformers import PretrainedConfig
 
 from qforge.errors import ModelError
 from qforge.files import sha256_file
+from qforge.layouts import gguf_schemes
+from qforge.layouts.gguf_blocks import BITS, GgufBlocks
 from qforge.models.gguf_header import GgufHeader, GgufTensor
 from qforge.models.names import gguf_names, gguf_norm_offset, gguf_permutes, permuted_heads, unpermute_rows
 from qforge.models.weights import TensorInfo, digest
+from qforge.qlinear import QuantizedLinear
 
 _FLOATS = {GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16, GGMLQuantizationType.BF16: torch.bfloat16}
 _DERIVED = ("rope_freqs.weight", "attn_rot_embd.weight")  # rotary frequencies, which a config tells
 
 
 class GgufSource:
-    """Tensors of one GGUF file: quantized ones dequantized in fp32, floats as stored."""
+    """Tensors of one GGUF file: quantized ones dequantized in fp32, floats as stored. `schemes`: the linears whose blocks hold integers."""
 
-    def __init__(self, header: GgufHeader, config: PretrainedConfig) -> None:
-        """Map the file's names; a tensor without a Hugging Face name keeps its own, and is for the caller to refuse."""
+    def __init__(self, header: GgufHeader, config: PretrainedConfig, linears: Iterable[str]) -> None:
+        """Map the file's names; a tensor without a Hugging Face name keeps its own, and is for the caller to refuse.
+
+        Args:
+            header: of the file.
+            config: of its model.
+            linears: module names of the model's linears.
+        """
         self._header = header
         self._family = config.model_type
         self._heads = (config.num_attention_heads, config.num_key_value_heads)
         self._fingerprint = ""
         ours = {theirs: hf for hf, theirs in gguf_names(self._family, config.num_hidden_layers).items()}
         self._tensors = {ours.get(name, name): t for name, t in header.tensors.items() if not name.endswith(_DERIVED)}
+        integers = {name: t for name in linears if (t := self._tensors.get(f"{name}.weight")) is not None and t.type.name in BITS and len(t.shape) == 2}
+        told = gguf_schemes.schemes(header.metadata, {t.name: (t.type.name, t.shape) for t in integers.values()})
+        self.schemes = {name: told[t.name] for name, t in integers.items()}
 
     def names(self) -> list[str]:
         """Hugging Face names, in the order of the file."""
@@ -48,6 +63,29 @@ class GgufSource:
         offset = gguf_norm_offset(self._family, name)
         return (value.float() - offset).to(value.dtype) if offset else value
 
+    def linear(self, name: str) -> QuantizedLinear:
+        """The quantized linear of a module in `schemes`, codes as stored, rows in the order of transformers' modules.
+
+        Raises:
+            ModelError: its blocks do not hold what the metadata say.
+        """
+        tensor, scheme = self._tensors[f"{name}.weight"], self.schemes[name]
+        rows, inputs = tensor.shape
+        stored = {"weight": torch.from_numpy(_raw(self._header, tensor)).view(rows, -1)}
+        try:
+            above = None if scheme.symmetric else gguf_schemes.zeros_above(self._header.metadata, tensor.name, scheme.scale_shape(rows, inputs))
+            q = GgufBlocks(tensor.type.name).unpack(stored if above is None else {**stored, "zeros_above": above}, scheme)
+        except ModelError as e:
+            raise ModelError(f"{self._header.path}: '{tensor.name}': {e}") from e
+        heads = permuted_heads(f"{name}.weight", *self._heads) if gguf_permutes(self._family) else None
+        bias = self.read(f"{name}.bias") if f"{name}.bias" in self._tensors else None
+        if heads is None:
+            return replace(q, bias=bias)
+        by_row = [None if t is None else unpermute_rows(t, heads).contiguous() if t.shape[0] == rows else t for t in (q.codes, q.scales, q.zeros)]
+        assert by_row[0] is not None
+        assert by_row[1] is not None
+        return replace(q, codes=by_row[0], scales=by_row[1], zeros=by_row[2], bias=bias)
+
     def fingerprint(self) -> str:
         """Over the whole file."""
         if not self._fingerprint:
@@ -55,13 +93,19 @@ class GgufSource:
         return self._fingerprint
 
 
-def _read(header: GgufHeader, tensor: GgufTensor) -> torch.Tensor:
+def _raw(header: GgufHeader, tensor: GgufTensor) -> np.ndarray:
+    """A tensor's bytes."""
     try:
         raw = np.fromfile(header.path, dtype=np.uint8, count=tensor.nbytes, offset=tensor.start)
     except OSError as e:
         raise ModelError(f"cannot read {header.path}: {e.strerror}") from e
     if raw.size != tensor.nbytes:
         raise ModelError(f"{header.path} ended early at tensor '{tensor.name}'; was it changed while qforge ran?")
+    return raw
+
+
+def _read(header: GgufHeader, tensor: GgufTensor) -> torch.Tensor:
+    raw = _raw(header, tensor)
     if tensor.type in _FLOATS:
         return torch.from_numpy(raw).view(_FLOATS[tensor.type]).reshape(tensor.shape)
     try:

@@ -62,12 +62,13 @@ class Model:
         Raises:
             ModelError: its tensors do not fit its scheme.
         """
+        from qforge.models.gguf_source import GgufSource
         from qforge.models.quantized import QuantizedSource
 
         source = self.weights
         while isinstance(source, (Cast, Renamed)):
             source = source.source
-        assert isinstance(source, QuantizedSource), name
+        assert isinstance(source, (GgufSource, QuantizedSource)), name
         return source.linear(name)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -1,4 +1,4 @@
-"""A quantized checkpoint (compressed-tensors, GPTQ, bitsandbytes) as a source of weights: codes as stored for who wants them, dequantized fp32 weights for everybody else."""
+"""A quantized checkpoint (compressed-tensors, GPTQ, AWQ, bitsandbytes) as a source of weights: codes as stored for who wants them, dequantized fp32 weights for everybody else."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 
 from qforge import numerics
 from qforge.errors import ModelError
-from qforge.layouts import autogptq, bitsandbytes
+from qforge.layouts import autoawq, autogptq, bitsandbytes
+from qforge.layouts.autoawq import AutoAwq
 from qforge.layouts.autogptq import AutoGptq
+from qforge.layouts.base import Layout
 from qforge.layouts.bitsandbytes import BitsAndBytes
 from qforge.layouts.compressed_tensors import CompressedTensors
 from qforge.layouts.compressed_tensors_config import read_config
@@ -19,7 +21,7 @@ from qforge.models.weights import TensorInfo, WeightSource, listed
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
 
-_READABLE = ("compressed-tensors", "gptq", "bitsandbytes")
+_READABLE = ("compressed-tensors", "gptq", "awq", "bitsandbytes")
 
 
 class QuantizedSource:
@@ -102,15 +104,37 @@ def _parts(name: str) -> tuple[str, str]:
     return module, local
 
 
-def _described(source: WeightSource, config: Mapping[str, Any], skeleton: Skeleton, origin: str) -> tuple[AutoGptq | BitsAndBytes | CompressedTensors, dict[str, Scheme]]:
-    method = str(config.get("quant_method", "unknown"))
+def _described(source: WeightSource, config: Mapping[str, Any], skeleton: Skeleton, origin: str) -> tuple[Layout, dict[str, Scheme]]:
+    method = str(config.get("quant_method", "unknown")).lower()
     if method not in _READABLE:
         raise ModelError(f"{origin}: a checkpoint quantized with {method} is not readable yet; {', '.join(_READABLE)} are (or start from the unquantized model)")
     held = set(source.names())
+    if method == "compressed-tensors":
+        return CompressedTensors(), _compressed(config, held, skeleton, origin)
+    mark = bitsandbytes.STATE if method == "bitsandbytes" else "qweight"
+    quantized = [name for name in skeleton.linears if f"{name}.{mark}" in held]
+    try:
+        layout, schemes = _by_method(method, config, quantized, source)
+    except ModelError as e:
+        raise ModelError(f"{origin}: {e}") from e
+    if not schemes:
+        raise ModelError(f"{origin}: quantization_config says {method}, but the files hold no {mark} of this model's linears")
+    return layout, schemes
+
+
+def _by_method(method: str, config: Mapping[str, Any], quantized: list[str], source: WeightSource) -> tuple[Layout, dict[str, Scheme]]:
     if method == "gptq":
-        return AutoGptq(2 if config.get("checkpoint_format") == "gptq_v2" else 1), _gptq_schemes(config, held, skeleton, origin)
-    if method == "bitsandbytes":
-        return BitsAndBytes(), _nf4_schemes(source, config, held, skeleton, origin)
+        return AutoGptq(autogptq.version(config)), autogptq.read_config(config, quantized)
+    if method == "awq":
+        held = set(source.names())
+        bare = [name for name in quantized if f"{name}.qzeros" not in held]
+        if bare:
+            raise ModelError(f"the files hold no qzeros for {listed(bare)}")
+        return AutoAwq(), autoawq.read_config(config, quantized, source.read)
+    return BitsAndBytes(), bitsandbytes.read_config(config, quantized, source.read)
+
+
+def _compressed(config: Mapping[str, Any], held: set[str], skeleton: Skeleton, origin: str) -> dict[str, Scheme]:
     for key in ("sparsity_config", "transform_config", "kv_cache_scheme"):
         if config.get(key) and config[key] != {"format": "dense"}:
             raise ModelError(f"{origin}: quantization_config has a {key}, which qforge does not read yet")
@@ -120,24 +144,4 @@ def _described(source: WeightSource, config: Mapping[str, Any], skeleton: Skelet
     if bare or not schemes:
         what = f"describes {listed(bare)} as quantized, but the files hold no weight_scale for them" if bare else "describes no linear of this model"
         raise ModelError(f"{origin}: quantization_config {what}")
-    return CompressedTensors(), schemes
-
-
-def _gptq_schemes(config: Mapping[str, Any], held: set[str], skeleton: Skeleton, origin: str) -> dict[str, Scheme]:
-    try:
-        schemes = autogptq.read_config(config, [name for name in skeleton.linears if f"{name}.qweight" in held])
-    except ModelError as e:
-        raise ModelError(f"{origin}: {e}") from e
-    if not schemes:
-        raise ModelError(f"{origin}: quantization_config says gptq, but the files hold no qweight of this model's linears")
-    return schemes
-
-
-def _nf4_schemes(source: WeightSource, config: Mapping[str, Any], held: set[str], skeleton: Skeleton, origin: str) -> dict[str, Scheme]:
-    try:
-        schemes = bitsandbytes.read_config(config, [name for name in skeleton.linears if bitsandbytes.is_quantized(name, held)], source.read)
-    except ModelError as e:
-        raise ModelError(f"{origin}: {e}") from e
-    if not schemes:
-        raise ModelError(f"{origin}: quantization_config says bitsandbytes, but the files hold no quantization state of this model's linears")
     return schemes

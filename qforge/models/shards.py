@@ -185,7 +185,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _entry(path: Path, name: str, raw: Any, data_start: int) -> _Entry:
     try:
         dtype, shape, (begin, end) = raw["dtype"], raw["shape"], raw["data_offsets"]
-        sane = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and begin <= end
+        sane = isinstance(dtype, str) and isinstance(shape, list) and all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and begin <= end
     except (TypeError, KeyError, ValueError):
         sane = False
     if not sane:

@@ -53,6 +53,9 @@ def build(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Skele
             module = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
     except Exception as e:  # whatever transformers' modelling code raises
         raise ModelError(f"transformers cannot build a '{config.model_type}' model from this config: {str(e).strip().splitlines()[-1]}") from e
+    empty = [name for name, tensor in module.state_dict().items() if not tensor.numel()]
+    if empty:
+        raise ModelError(f"this config tells of weights without values: {listed(empty)}; a size in it is 0")
     stored = experts.split(module)
     return Skeleton(
         shapes={stored.get(name, name): tuple(t.shape) for name, t in module.state_dict().items()},

@@ -1,4 +1,4 @@
-"""What a decoder layer does between its products (norm, rotary embedding, paged attention, gated activation), and its reference in plain PyTorch.
+"""What a decoder layer does between its products (norm, rotary embedding, paged attention, gated activation), in plain PyTorch: the reference of kernels/include/qforge/layers.h.
 
 Letters: T tokens of a step, S sequences, H query heads, K key/value heads, D head size, B cache blocks, P positions, W width.
 """
@@ -6,8 +6,8 @@ Letters: T tokens of a step, S sequences, H query heads, K key/value heads, D he
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 LANES = 16  # positions side by side in the key cache; a block holds a multiple of this many tokens
@@ -20,13 +20,11 @@ class LayerCache:
     Attributes:
         keys: `[B, K, block_size / 16, D, 16]` fp32.
         values: `[B, K, block_size, D up to a multiple of 16]` fp32.
-        view: the native view of both, or None.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     head_dim: int
-    view: Any = None
 
     @property
     def block_size(self) -> int:
@@ -58,53 +56,23 @@ class Batch:
     query_starts: torch.Tensor
 
 
-class LayerOps(Protocol):
-    """One implementation; all tensors fp32 and contiguous."""
-
-    name: str
+class TorchLayers:
+    """Right everywhere, one sequence at a time; all tensors fp32 and contiguous. Bits may depend on how a prompt is cut into steps (matrix products of other shapes)."""
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Root mean square norm of `x [T, W]`, times `weight [W]`."""
-
-    def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """`x [T, 2 W]`: act(first half) * second half, `[T, W]`; activation is `silu` or `gelu_pytorch_tanh`."""
-
-    def attention(self, qkv: torch.Tensor, a: AttentionParameters, cache: LayerCache, rope: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Norm and rotate queries and keys of `qkv [T, (H + 2 K) D]`, write keys and values to the cache, attend causally: `[T, H D]`.
-
-        `qkv` is overwritten. `rope`: cosines and sines `[P, D / 2]`.
-        """
-
-    def cache(self, blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> LayerCache:
-        """An empty cache of one layer."""
-
-
-def allocate_cache(blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros for keys and values; memory is taken from the system only when a page is first written."""
-    import numpy as np
-
-    assert block_size % LANES == 0, block_size
-    wide = -(-head_dim // LANES) * LANES
-    keys = np.zeros((blocks, num_kv_heads, block_size // LANES, head_dim, LANES), np.float32)
-    return torch.from_numpy(keys), torch.from_numpy(np.zeros((blocks, num_kv_heads, block_size, wide), np.float32))
-
-
-class TorchLayers:
-    """The reference: right everywhere, one sequence at a time. Its bits may depend on how a prompt is cut into steps (matrix products of other shapes)."""
-
-    name = "reference"
-
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `LayerOps.norm`."""
         return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
     def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """See `LayerOps.gate`."""
+        """`x [T, 2 W]`: act(first half) * second half, `[T, W]`; activation is `silu` or `gelu_pytorch_tanh`."""
         gate, up = x.chunk(2, -1)
         return (torch.nn.functional.silu(gate) if activation == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")) * up
 
     def attention(self, qkv: torch.Tensor, a: AttentionParameters, cache: LayerCache, rope: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """See `LayerOps.attention`."""
+        """Norm and rotate queries and keys of `qkv [T, (H + 2 K) D]`, write keys and values to the cache, attend causally: `[T, H D]`.
+
+        `rope`: cosines and sines `[P, D / 2]`.
+        """
         heads = qkv.view(len(qkv), -1, a.head_dim)
         q, k, v = torch.split(heads, [a.num_heads, a.num_kv_heads, a.num_kv_heads], 1)
         if a.q_norm is not None and a.k_norm is not None:
@@ -119,8 +87,11 @@ class TorchLayers:
         return torch.cat(parts).reshape(len(qkv), -1)
 
     def cache(self, blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> LayerCache:
-        """See `LayerOps.cache`."""
-        return LayerCache(*allocate_cache(blocks, block_size, num_kv_heads, head_dim), head_dim)
+        """An empty cache of one layer; memory is taken from the system only when a page is first written."""
+        assert block_size % LANES == 0, block_size
+        wide = -(-head_dim // LANES) * LANES
+        keys = np.zeros((blocks, num_kv_heads, block_size // LANES, head_dim, LANES), np.float32)
+        return LayerCache(torch.from_numpy(keys), torch.from_numpy(np.zeros((blocks, num_kv_heads, block_size, wide), np.float32)), head_dim)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

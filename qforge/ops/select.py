@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qforge.ops.kernel import Kernel
-from qforge.ops.native import NativeInt8, NativeKernel
+from qforge.ops.native import NativeInt8, NativeKernel, NativeRounded
 from qforge.ops.reference import ReferenceKernel
 from qforge.scheme import Scheme
 
@@ -24,16 +24,22 @@ class Choice:
 
 def kernels(threads: int | None = None) -> list[Kernel]:
     """Every kernel, fastest first; the last one runs everything."""
-    return [NativeInt8(threads), NativeKernel(threads), ReferenceKernel()]
+    return [NativeRounded(8, threads), NativeRounded(16, threads), NativeInt8(threads), NativeKernel(threads), ReferenceKernel()]
 
 
-def choose(scheme: Scheme, shape: tuple[int, int], device: str = "cpu", threads: int | None = None) -> Choice:
-    """The fastest kernel for a weight `[O, I]` of this scheme on this device. Needs no weights, so that `inspect` can ask before loading."""
+def choose(scheme: Scheme, shape: tuple[int, int], device: str = "cpu", threads: int | None = None, activations: str = "fp") -> Choice:
+    """The fastest kernel for a weight `[O, I]` of this scheme on this device. Needs no weights, so that `inspect` can ask before loading.
+
+    Args:
+        activations: `fp`: to be taken accurately; `int8`: to be rounded to 8 bits on the fly where a kernel does that. A scheme that rounds activations always runs as it says.
+    """
     passed_over: list[tuple[str, str]] = []
     for kernel in kernels(threads):
-        if isinstance(kernel, NativeInt8) and scheme.activations is None:
+        if isinstance(kernel, NativeInt8 if scheme.activations is None else NativeRounded):
             continue  # not a faster way to the same result
         reason = kernel.supports(scheme, shape, device)
+        if reason is None and isinstance(kernel, NativeRounded) and kernel.bits == 8 and activations != "int8":
+            reason = "activations are taken accurately; activations: int8 would round them"
         if reason is None:
             return Choice(kernel, tuple(passed_over))
         passed_over.append((kernel.name, reason))

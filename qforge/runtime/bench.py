@@ -1,4 +1,4 @@
-"""Measure a loaded model: prefill and decode speed, time to first token, time per token. Prompts are seeded random tokens."""
+"""Measure a loaded model: prefill and decode speed, time to first token, time per token, and how much of the memory's bandwidth decoding uses. Prompts are seeded random tokens."""
 
 from __future__ import annotations
 
@@ -8,47 +8,80 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from qforge.ops.native import context, missing
+from qforge.ops.native_cache import bytes_per_token
 from qforge.runtime.engine import Engine
 from qforge.runtime.llm import LLM
 from qforge.runtime.sequence import SamplingParams
 
 _REPEATS = 5
+_FAR_BYTES = 512 << 20  # more than any last-level cache holds
+_PREFILL = ((128, 1), (512, 1), (128, 8))
+_BATCHES = (1, 8, 32)
 
 
-def measure(llm: LLM, activations: str = "fp") -> dict[str, Any]:
-    """The figures of `bench --json` that a loaded model gives: prefill, decode, ttft_ms, tpot_ms. Speeds are medians of repeated runs."""
+def measure(llm: LLM, activations: str = "fp", bandwidth: float | None = None) -> dict[str, Any]:
+    """The figures of `bench --json` that a loaded model gives: prefill, decode, ttft_ms, tpot_ms. Speeds are medians of repeated runs.
+
+    Args:
+        llm: the model.
+        activations: what the rows are named after.
+        bandwidth: bytes per second; decode rows then say which fraction of it the weights and the cache that a step reads amount to.
+    """
     room = llm.max_context
-    prefill = [{"tokens": n, "batch": 1, "activations": activations, "tokens_per_second": n / _median(_prefill(llm, n))} for n in (128, 512) if n < room]
-    context = min(128, room // 2)
-    steps = {batch: _decode(llm, batch, context) for batch in (1, 8, 32)}
-    decode = [{"batch": b, "context": context, "activations": activations, "tokens_per_second": b / statistics.median(s)} for b, s in steps.items()]
-    first = [_timed(_prefill(llm, context)) * 1e3 for _ in range(2 * _REPEATS)]
-    each = [s * 1e3 for s in steps[1]]
-    return {"prefill": prefill, "decode": decode, "ttft_ms": _percentiles(first), "tpot_ms": _percentiles(each)}
+    length = min(128, room // 2)
+    steps = {batch: _decode(llm, batch, length) for batch in _BATCHES}
+    first = [_timed(_prefill(llm, length, 1)) * 1e3 for _ in range(2 * _REPEATS)]
+    return {
+        "prefill": [
+            {"tokens": n, "batch": b, "activations": activations, "tokens_per_second": n * b / _median(_prefill(llm, n, b))} for n, b in _PREFILL if n < room
+        ],
+        "decode": [_row(llm, activations, b, length, statistics.median(s), bandwidth) for b, s in steps.items()],
+        "ttft_ms": _percentiles(first),
+        "tpot_ms": _percentiles([s * 1e3 for s in steps[1]]),
+    }
+
+
+def read_bandwidth(threads: int | None = None) -> float | None:
+    """Bytes per second that all threads together read from memory, one after the other; the best of some runs. None without the native module."""
+    if missing() is not None:
+        return None
+    native, words = context(threads), np.ones(_FAR_BYTES // 8, np.uint64)
+    return float(words.nbytes / min(_timed(lambda: native.read(words.ctypes.data, len(words))) for _ in range(_REPEATS)))
+
+
+def _row(llm: LLM, activations: str, batch: int, context_length: int, seconds: float, bandwidth: float | None) -> dict[str, Any]:
+    spec = llm.runner.spec
+    cached = batch * context_length * spec.num_layers * bytes_per_token(llm.kv_cache, spec.num_kv_heads, spec.head_dim)
+    fraction = None if bandwidth is None else (llm.runner.weight_bytes() + cached) / seconds / bandwidth
+    return {"batch": batch, "context": context_length, "activations": activations, "tokens_per_second": batch / seconds, "read_bandwidth_fraction": fraction}
 
 
 def _prompt(llm: LLM, tokens: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(llm.runner.spec.vocab_size), k=tokens)
 
 
-def _prefill(llm: LLM, tokens: int) -> Callable[[], None]:
-    """From a request's arrival to its first token."""
+def _prefill(llm: LLM, tokens: int, batch: int) -> Callable[[], None]:
+    """From the requests' arrival to the last one's first token."""
 
     def run() -> None:
         engine = llm.engine()
-        engine.add(_prompt(llm, tokens, 0), SamplingParams(max_tokens=1, ignore_eos=True))
+        for i in range(batch):
+            engine.add(_prompt(llm, tokens, i), SamplingParams(max_tokens=1, ignore_eos=True))
         while engine.busy():
             engine.step()
 
     return run
 
 
-def _decode(llm: LLM, batch: int, context: int) -> list[float]:
+def _decode(llm: LLM, batch: int, length: int) -> list[float]:
     """Seconds of each step in which `batch` sequences each get one token."""
-    new = min(32, llm.max_context - context)
+    new = min(32, llm.max_context - length)
     engine = llm.engine()
     for i in range(batch):
-        engine.add(_prompt(llm, context, i), SamplingParams(max_tokens=new + 1, ignore_eos=True))
+        engine.add(_prompt(llm, length, i), SamplingParams(max_tokens=new + 1, ignore_eos=True))
     return [s for s, n in _steps(engine) if n == batch][1:] or [float("nan")]
 
 
@@ -61,7 +94,7 @@ def _steps(engine: Engine) -> list[tuple[float, int]]:
     return taken
 
 
-def _timed(run: Callable[[], None]) -> float:
+def _timed(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start

@@ -1,23 +1,21 @@
-"""One decoder for all families that a ModelSpec can describe: token embedding, layers over a paged cache, norm, output head.
+"""One decoder for all families that a ModelSpec can describe: which these are, and the decoder in plain PyTorch.
 
+This one is the reference, and what runs where the native module is missing; `native_decoder` computes the same in one call a step.
 Letters: T tokens of a step, L rows whose logits are wanted, V vocabulary, W hidden width.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 
-from qforge.ops.layers import AttentionParameters, Batch, LayerCache, LayerOps
+from qforge.ops.layers import Batch, LayerCache, TorchLayers
 from qforge.runtime import rope
-from qforge.runtime.linears import Head, Linear
 from qforge.runtime.rope import RopeTable
+from qforge.runtime.sampler import sample
+from qforge.runtime.sequence import Sequence
 from qforge.runtime.step import StepInput
-from qforge.types import ModelSpec, RopeSpec
+from qforge.runtime.weights import Layer, Weights
+from qforge.types import ModelSpec
 
 # Families whose greedy tokens and logits the tests hold against transformers.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
@@ -32,54 +30,38 @@ def supports(spec: ModelSpec | None) -> str | None:
     return next((reason for r in spec.layer_ropes if (reason := rope.supports(r)) is not None), None)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Layer:
-    """One layer's weights. Norm weights are fp32 and hold the family's offset already; the two post norms are None where the family has none."""
-
-    input_norm: torch.Tensor
-    qkv: Linear
-    attention: AttentionParameters
-    output: Linear
-    post_attention_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
-    post_mlp_norm: torch.Tensor | None
-    rope: RopeSpec
-
-
 class Decoder:
-    """A `Runner`: owns weights and cache.
+    """A `Runner`: right everywhere, and slow. Its bits may depend on how a prompt is cut into steps."""
 
-    Args:
-        layers, norm, head: the weights, from `loader`.
-        num_blocks, block_size: the cache.
-    """
-
-    def __init__(self, spec: ModelSpec, layers: list[Layer], norm: torch.Tensor, head: Head, ops: LayerOps, *, num_blocks: int, block_size: int) -> None:
-        self.spec, self.layers, self._norm, self._head, self._ops = spec, layers, norm, head, ops
-        self._ropes = {layer.rope: RopeTable(layer.rope, spec.head_dim) for layer in layers}
-        self._caches = [ops.cache(num_blocks, block_size, spec.num_kv_heads, spec.head_dim) for _ in layers]
+    def __init__(self, weights: Weights, *, num_blocks: int, block_size: int) -> None:
+        self.spec, self._weights, self._ops = weights.spec, weights, TorchLayers()
+        self._ropes = {layer.rope: RopeTable(layer.rope, self.spec.head_dim) for layer in weights.layers}
+        self._caches = [self._ops.cache(num_blocks, block_size, self.spec.num_kv_heads, self.spec.head_dim) for _ in weights.layers]
 
     @torch.inference_mode()
     def step(self, step: StepInput) -> torch.Tensor:
         """See `Runner.step`."""
-        with _one_torch_thread():
-            batch = Batch(step.positions, step.slot_mapping, step.block_tables, step.query_starts)
-            reach = int(step.context_lens.max())
-            x = self._head.embed(step.tokens)
-            if self.spec.embedding_scale != 1.0:
-                x = x * torch.tensor(self.spec.embedding_scale)
-            for layer, cache in zip(self.layers, self._caches, strict=True):
-                x = self._layer(x, layer, cache, self._ropes[layer.rope].upto(reach), batch)
-            if len(step.logit_indices) < len(x):
-                x = x[step.logit_indices]
-            return self._head.logits(self._ops.norm(x, self._norm, self.spec.norm_eps))
+        batch = Batch(*(torch.from_numpy(a) for a in (step.positions, step.slot_mapping, step.block_tables, step.query_starts)))
+        reach = int(step.context_lens.max())
+        x = self._weights.head.embed(torch.from_numpy(step.tokens))
+        if self.spec.embedding_scale != 1.0:
+            x = x * torch.tensor(self.spec.embedding_scale)
+        for layer, cache in zip(self._weights.layers, self._caches, strict=True):
+            x = self._layer(x, layer, cache, self._ropes[layer.rope].upto(reach), batch)
+        x = x[torch.from_numpy(step.logit_indices)]
+        return self._weights.head.logits(self._ops.norm(x, self._weights.norm, self.spec.norm_eps))
+
+    def choose(self, step: StepInput, sequences: list[Sequence]) -> list[int]:
+        """See `Runner.choose`."""
+        return sample(self.step(step), sequences)
 
     def kernels(self) -> dict[str, int]:
-        """How many products each kernel runs."""
-        products = [p for layer in self.layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        return dict(Counter(p.kernel for p in [*products, self._head.logits]))
+        """See `Runner.kernels`."""
+        return self._weights.kernels()
+
+    def weight_bytes(self) -> int:
+        """See `Runner.weight_bytes`."""
+        return self._weights.nbytes()
 
     def _layer(self, x: torch.Tensor, layer: Layer, cache: LayerCache, table: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
         ops, eps = self._ops, self.spec.norm_eps
@@ -87,14 +69,3 @@ class Decoder:
         x = x + (a if layer.post_attention_norm is None else ops.norm(a, layer.post_attention_norm, eps))
         m = layer.down(ops.gate(layer.gate_up(ops.norm(x, layer.mlp_norm, eps)), self.spec.hidden_act))
         return x + (m if layer.post_mlp_norm is None else ops.norm(m, layer.post_mlp_norm, eps))
-
-
-@contextlib.contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """What is left to torch here is small; its threads, spinning after each operation, would take cores from the native pool. Only within a step."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 from qforge.errors import DataError
 from qforge.runtime.blocks import BlockPool
 from qforge.runtime.detokenize import Detokenizer
-from qforge.runtime.sampler import sample
 from qforge.runtime.scheduler import Scheduler
 from qforge.runtime.sequence import FinishReason, SamplingParams, Sequence
 from qforge.runtime.step import Runner, build_step
@@ -64,10 +63,10 @@ class Engine:
         pieces = self.scheduler.schedule()
         if not pieces:
             return []
-        logits = self._runner.step(build_step(pieces, self._block_size))
-        self.scheduler.advance(pieces)
+        step = build_step(pieces, self._block_size)
         ready = [p.sequence for p in pieces if p.wants_logits]
-        chosen = list(zip(ready, sample(logits, ready), strict=True)) if ready else []
+        chosen = list(zip(ready, self._runner.choose(step, ready), strict=True))
+        self.scheduler.advance(pieces)
         for sequence, token in chosen:
             sequence.tokens.append(token)
             self._finish_if_done(sequence, token)

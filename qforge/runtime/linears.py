@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from qforge.ops.native import NativeDense, missing
-from qforge.ops.packing import embed
+from qforge.ops.native import NativeDense, Packed, missing
 from qforge.ops.select import choose
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Per
@@ -26,43 +24,68 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One weight of a Linear.
+
+    Attributes:
+        product: `x [T, I] -> [T, O]`, both fp32.
+        packed: what a native kernel runs, or None.
+    """
+
+    product: Product
+    out_features: int
+    in_features: int
+    packed: Packed | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight as its kernel reads it; those of fp32 where no native kernel does."""
+        if self.packed is None:
+            return 4 * self.out_features * self.in_features
+        tiles = self.packed.tiles
+        return sum(t.nbytes for t in (tiles.codes, tiles.scales, tiles.zeros) if t is not None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Linear:
-    """`x [T, I] -> [T, O]`, both fp32.
+    """`x [T, I] -> [T, O]`, both fp32: the outputs of its parts side by side.
 
     Attributes:
         kernel: its name, and why not a faster one.
     """
 
     kernel: str
-    product: Product
+    parts: tuple[Part, ...]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The product."""
-        return self.product(x)
+        return self.parts[0].product(x) if len(self.parts) == 1 else torch.cat([p.product(x) for p in self.parts], 1)
 
 
-def linear(weight: QuantizedLinear | Dense, threads: int | None = None) -> Linear:
+def linear(weight: QuantizedLinear | Dense, threads: int | None = None, activations: str = "fp") -> Linear:
     """Pack a weight for the fastest kernel that runs it here."""
     if isinstance(weight, QuantizedLinear):
-        choice = choose(weight.scheme, (weight.out_features, weight.in_features), threads=threads)
-        packed = choice.kernel.prepack(weight)
-        return Linear(choice.explain(), lambda x: choice.kernel.run(x, packed))
+        choice = choose(weight.scheme, (weight.out_features, weight.in_features), threads=threads, activations=activations)
+        prepacked = choice.kernel.prepack(weight)
+        packed = prepacked if isinstance(prepacked, Packed) else None
+        return Linear(choice.explain(), (Part(lambda x: choice.kernel.run(x, prepacked), weight.out_features, weight.in_features, packed),))
+    shape = weight.weight.shape
     if missing() is None:
         kernel = NativeDense(threads)
         tiles = kernel.prepack(weight.weight, weight.bias)
-        return Linear(kernel.name, lambda x: kernel.run(x, tiles))
+        return Linear(kernel.name, (Part(lambda x: kernel.run(x, tiles), *shape, tiles),))
     # torch's matrix product: its bits may depend on the number of rows
     w, b = weight.weight.float(), None if weight.bias is None else weight.bias.float()
-    return Linear("torch", lambda x: torch.nn.functional.linear(x, w, b))
+    return Linear("torch", (Part(lambda x: torch.nn.functional.linear(x, w, b), *shape),))
 
 
-def joined(weights: Sequence[QuantizedLinear | Dense], threads: int | None = None) -> Linear:
+def joined(weights: Sequence[QuantizedLinear | Dense], threads: int | None = None, activations: str = "fp") -> Linear:
     """Several weights with the same input: their outputs side by side, in one product where their schemes allow it. Bits are those of the single products."""
     whole = _concatenate(weights)
     if whole is not None:
-        return linear(whole, threads)
-    parts = [linear(w, threads) for w in weights]
-    return Linear("; ".join(dict.fromkeys(p.kernel for p in parts)), lambda x: torch.cat([p(x) for p in parts], 1))
+        return linear(whole, threads, activations)
+    parts = [linear(w, threads, activations) for w in weights]
+    return Linear("; ".join(dict.fromkeys(p.kernel for p in parts)), tuple(part for p in parts for part in p.parts))
 
 
 def _concatenate(weights: Sequence[QuantizedLinear | Dense]) -> QuantizedLinear | Dense | None:
@@ -91,21 +114,3 @@ def _join_biases(biases: list[torch.Tensor | None], sizes: list[int]) -> torch.T
     if all(b is None for b in biases):
         return None
     return torch.cat([torch.zeros(n) if b is None else b.float() for b, n in zip(biases, sizes, strict=True)])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Head:
-    """Token embedding and output head; tied ones share one copy in memory."""
-
-    embed: Callable[[torch.Tensor], torch.Tensor]
-    logits: Linear
-
-
-def tied_head(weight: torch.Tensor, threads: int | None = None) -> Head:
-    """Both from one weight `[V, I]`."""
-    if missing() is not None:
-        wide = weight.float()
-        return Head(lambda tokens: wide[tokens], Linear("torch", lambda x: x @ wide.T))
-    kernel = NativeDense(threads)
-    packed: Any = kernel.prepack(weight)
-    return Head(lambda tokens: embed(packed.tiles, tokens), Linear(kernel.name, lambda x: kernel.run(x, packed)))

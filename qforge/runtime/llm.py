@@ -14,6 +14,7 @@ from qforge.engines.base import chunks
 from qforge.errors import DataError, ModelError, UnsupportedError
 from qforge.models.model import Model, open_model
 from qforge.ops.layers import LANES
+from qforge.ops.native_cache import CACHE_TYPES, bytes_per_token
 from qforge.runtime import sequence as seq
 from qforge.runtime.engine import Engine
 from qforge.runtime.loader import load
@@ -30,30 +31,31 @@ class LLM:
 
     Args:
         model: what `open_model` takes (a directory, hub id, `.gguf` file, `demo`), or an opened Model.
-        activations: `fp` (only weights are quantized).
+        activations: `fp` (accurate: only weights are quantized) or `int8` (products with integer weights round activations on the fly: faster).
         threads: of the native kernels; None: every core this process may use.
         block_size: tokens of a cache block, a multiple of 16.
         num_blocks: cache blocks; None: room for `max_num_seqs` full contexts, at most 2 GiB (but one full context at least).
         max_num_seqs: most sequences that run at once.
         max_step_tokens: most tokens of one step; longer prompts are computed in pieces.
+        kv_cache: how keys and values are stored: `fp32` (results equal the reference), `fp16` or `int8`, a half and a quarter of the memory.
 
     Raises:
         ModelError: the model cannot be read.
-        UnsupportedError: its family, or the kind of activations, is not available.
+        UnsupportedError: its family, the kind of activations or the kind of cache is not available.
     """
 
     def __init__(
         self, model: str | Path | Model, *, activations: str = "fp", threads: int | None = None, block_size: int = 16, num_blocks: int | None = None, max_num_seqs: int = 32,
-        max_step_tokens: int = 512,
+        max_step_tokens: int = 512, kv_cache: str = "fp32",
     ) -> None:  # fmt: skip
-        _check(activations, threads, block_size, num_blocks, max_num_seqs, max_step_tokens)
+        _check(activations, kv_cache, threads, block_size, num_blocks, max_num_seqs, max_step_tokens)
         self.model = open_model(str(model)) if isinstance(model, str | Path) else model
         spec = self.model.spec
-        size = 0 if spec is None else 4 * block_size * spec.num_layers * spec.num_kv_heads * (spec.head_dim + -(-spec.head_dim // LANES) * LANES)
+        size = 0 if spec is None else block_size * spec.num_layers * bytes_per_token(kv_cache, spec.num_kv_heads, spec.head_dim)
         context = 0 if spec is None else -(-spec.max_positions // block_size)
         self.num_blocks = num_blocks or max(context, min(max_num_seqs * context, _CACHE_BYTES // max(size, 1)))
-        self.runner = load(self.model, threads=threads, num_blocks=self.num_blocks, block_size=block_size)
-        self.max_context = self.runner.spec.max_positions
+        self.runner = load(self.model, activations=activations, threads=threads, num_blocks=self.num_blocks, block_size=block_size, kv_cache=kv_cache)
+        self.kv_cache, self.max_context = kv_cache, self.runner.spec.max_positions
         self._block_size, self._max_num_seqs, self._max_step_tokens = block_size, max_num_seqs, max_step_tokens
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -170,11 +172,11 @@ def _output(engine: Engine, prompt: str | None, s: seq.Sequence) -> Output:
     return Output(prompt, s.tokens[: s.num_prompt], s.generated, engine.text(s), str(s.finish_reason))
 
 
-def _check(activations: str, threads: int | None, block_size: int, num_blocks: int | None, max_num_seqs: int, max_step_tokens: int) -> None:
-    if activations == "int8":
-        raise UnsupportedError("int8 activations are not available yet; use fp")
-    if activations != "fp":
-        raise UnsupportedError(f"activations '{activations}' are not known; use fp")
+def _check(activations: str, kv_cache: str, threads: int | None, block_size: int, num_blocks: int | None, max_num_seqs: int, max_step_tokens: int) -> None:
+    if activations not in ("fp", "int8"):
+        raise UnsupportedError(f"activations '{activations}' are not known; use fp or int8")
+    if kv_cache not in CACHE_TYPES:
+        raise UnsupportedError(f"a key/value cache of '{kv_cache}' is not known; use one of {', '.join(CACHE_TYPES)}")
     if block_size < LANES or block_size % LANES:
         raise UnsupportedError(f"a cache block of {block_size} tokens is not possible; use a multiple of {LANES}")
     for name, value in (("threads", threads), ("num_blocks", num_blocks), ("max_num_seqs", max_num_seqs), ("max_step_tokens", max_step_tokens)):

@@ -9,33 +9,48 @@ import torch
 from qforge.errors import UnsupportedError
 from qforge.models.model import Model
 from qforge.ops.layers import AttentionParameters
-from qforge.ops.layers_native import layer_ops
+from qforge.ops.native import missing
 from qforge.qlinear import QuantizedLinear
-from qforge.runtime.decoder import Decoder, Layer, supports
-from qforge.runtime.linears import Dense, Head, Linear, joined, linear, tied_head
+from qforge.runtime.decoder import Decoder, supports
+from qforge.runtime.linears import Dense, Linear, joined, linear
+from qforge.runtime.native_decoder import NativeDecoder
+from qforge.runtime.step import Runner
+from qforge.runtime.weights import Head, Layer, Weights
 from qforge.types import ModelSpec
 
 
-def load(model: Model, *, threads: int | None = None, num_blocks: int, block_size: int) -> Decoder:
-    """Build the decoder of a model.
+def load(model: Model, *, activations: str = "fp", threads: int | None = None, num_blocks: int, block_size: int, kv_cache: str = "fp32") -> Runner:
+    """Build the decoder of a model: the native one, or the reference where there is no native module.
+
+    `activations` is `fp`, or `int8`: rounded on the fly where a kernel does that.
 
     Raises:
-        UnsupportedError: a family that the runtime does not list; the message says what runs it.
+        UnsupportedError: a family that the runtime does not list (the message says what runs it), or a kind of cache that is not available.
         ModelError: a tensor is missing or damaged.
     """
+    weights = read(model, threads, activations)
+    if missing() is None:
+        return NativeDecoder(weights, threads=threads, num_blocks=num_blocks, block_size=block_size, kv_cache=kv_cache)
+    if kv_cache != "fp32":
+        raise UnsupportedError(f"a key/value cache of '{kv_cache}' needs the native kernels, and {missing()}; use fp32")
+    return Decoder(weights, num_blocks=num_blocks, block_size=block_size)
+
+
+def read(model: Model, threads: int | None = None, activations: str = "fp") -> Weights:
+    """All weights, packed; raises as `load` does."""
     reason = supports(model.spec)
     if reason is not None or model.spec is None:
         raise UnsupportedError(f"'{model.source}' cannot run on the built-in runtime: {reason}; transformers loads it as it is, and eval --engine transformers measures it")
-    reader = _Reader(model, model.spec, threads)
+    reader = _Reader(model, model.spec, threads, activations)
     layers = [reader.layer(i) for i in range(model.spec.num_layers)]
-    return Decoder(model.spec, layers, reader.norm("model.norm"), reader.head(), layer_ops(threads), num_blocks=num_blocks, block_size=block_size)
+    return Weights(model.spec, layers, reader.norm("model.norm"), reader.head())
 
 
 class _Reader:
     """Reads weights by module name."""
 
-    def __init__(self, model: Model, spec: ModelSpec, threads: int | None) -> None:
-        self._model, self._spec, self._threads = model, spec, threads
+    def __init__(self, model: Model, spec: ModelSpec, threads: int | None, activations: str) -> None:
+        self._model, self._spec, self._threads, self._activations = model, spec, threads, activations
         self._names = set(model.weights.names())
 
     def layer(self, index: int) -> Layer:
@@ -50,11 +65,11 @@ class _Reader:
             input_norm=self.norm(at + "input_layernorm"),
             qkv=self._joined([f"{at}self_attn.{n}_proj" for n in "qkv"]),
             attention=attention,
-            output=linear(self._weight(at + "self_attn.o_proj"), self._threads),
+            output=self._linear(at + "self_attn.o_proj"),
             post_attention_norm=self.norm(at + "post_attention_layernorm") if spec.post_norms else None,
             mlp_norm=self.norm(at + mlp_norm),
             gate_up=self._joined([f"{at}mlp.{n}_proj" for n in ("gate", "up")]),
-            down=linear(self._weight(at + "mlp.down_proj"), self._threads),
+            down=self._linear(at + "mlp.down_proj"),
             post_mlp_norm=self.norm(at + "post_feedforward_layernorm") if spec.post_norms else None,
             rope=spec.layer_ropes[index],
         )
@@ -67,11 +82,16 @@ class _Reader:
         """Embedding and output head; one copy where the model ties them."""
         table = self._model.weights.read("model.embed_tokens.weight")
         if "lm_head" in self._model.schemes or (not self._spec.tied_head and "lm_head.weight" in self._names):
-            return Head(lambda tokens: table[tokens].float(), linear(self._weight("lm_head"), self._threads))
-        return tied_head(table, self._threads)
+            return Head(table.contiguous(), self._linear("lm_head"))
+        logits = linear(Dense(table), self._threads)
+        packed = logits.parts[0].packed
+        return Head(table if packed is None else packed.tiles, logits)
+
+    def _linear(self, name: str) -> Linear:
+        return linear(self._weight(name), self._threads, self._activations)
 
     def _joined(self, names: Sequence[str]) -> Linear:
-        return joined([self._weight(n) for n in names], self._threads)
+        return joined([self._weight(n) for n in names], self._threads, self._activations)
 
     def _weight(self, name: str) -> QuantizedLinear | Dense:
         if name in self._model.schemes:

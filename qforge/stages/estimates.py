@@ -16,7 +16,7 @@ from qforge.plan import Plan
 
 PROCESS = 400 << 20  # Python, torch, transformers, tokenizer and headers, buffers of the matrix products: what is resident beside tensors while blocks are quantized
 RUNTIME = 70 << 20  # what evaluating adds to that
-BATCH_TOKENS = 2048  # of calibration.sequential
+BATCH_TOKENS = 1024  # of calibration.sequential
 CHUNK = 128  # positions whose logits exist at once
 ACTIVATIONS = "activations of the calibration text, up to their budget"
 FACTOR_BYTES = 12  # of an element of the factor while it is made: fp64, and fp32 at the end

@@ -20,32 +20,39 @@ from qforge.text.windows import EvaluationWindows
 from qforge.types import Cluster, Evaluation
 
 
-def engine_for(model: Model, name: str) -> Scorer:
+def engine_for(model: Model, name: str, activations: str = "fp") -> Scorer:
     """The engine that a recipe or flag names; `auto` takes our runtime where it runs the family, else transformers.
 
+    Args:
+        model: whose family decides.
+        name: `auto`, `runtime` or `transformers`.
+        activations: `fp` or `int8`.
+
     Raises:
-        UnsupportedError: `runtime` was asked for and does not run this model.
+        UnsupportedError: `runtime` was asked for and does not run this model; or activations are to be rounded, and it is not what runs it.
     """
     reason = supports(model.spec)
+    if activations != "fp" and (name == "transformers" or reason is not None):
+        raise UnsupportedError(f"activations: {activations} is for the built-in runtime, and this runs on transformers{'' if reason is None else f' ({reason})'}; use activations: fp")
     if name == "transformers" or (name == "auto" and reason is not None):
         return TransformersEngine(model)
     if reason is not None:
         raise UnsupportedError(f"engine runtime: {reason}; use engine: transformers")
-    return RuntimeEngine(model)
+    return RuntimeEngine(model, activations=activations)
 
 
-def measure(candidate: Model, reference: Model | None, windows: EvaluationWindows, engine: str, progress: Progress) -> Evaluation:
+def measure(candidate: Model, reference: Model | None, windows: EvaluationWindows, engine: str, progress: Progress, activations: str = "fp") -> Evaluation:
     """Evaluate one model, beside another if there is one; the reference is computed by transformers' code in fp32."""
-    return evaluate(engine_for(candidate, engine), None if reference is None else TransformersEngine(reference), windows, progress=progress)
+    return evaluate(engine_for(candidate, engine, activations), None if reference is None else TransformersEngine(reference), windows, progress=progress)
 
 
 def measure_artifact(
-    engine: str, base: Model, merged: Model, artifact: Model, key_parts: dict[str, Any], windows: EvaluationWindows, journal: Journal, progress: Progress
+    engine: str, activations: str, base: Model, merged: Model, artifact: Model, key_parts: dict[str, Any], windows: EvaluationWindows, journal: Journal, progress: Progress
 ) -> Evaluation:
     """The artifact against the merged, unquantized model, the base's own perplexity beside them; kept in the journal.
 
     Args:
-        engine: as the recipe names it.
+        engine, activations: as the recipe names them.
         base: the model before adapters were merged.
         merged: the reference.
         artifact: opened from disk.
@@ -54,11 +61,11 @@ def measure_artifact(
         journal: keeps the result.
         progress: is told.
     """
-    name = key("evaluation", engine=engine, text=windows.sha256, protocol=windows.protocol, **key_parts)
+    name = key("evaluation", engine=engine, activations=activations, text=windows.sha256, protocol=windows.protocol, **key_parts)
     found = journal.load(name)
     if found is not None:
         return evaluation_from(found[1])
-    evaluation = measure(artifact, merged, windows, engine, progress)
+    evaluation = measure(artifact, merged, windows, engine, progress, activations)
     if merged.adapters:
         alone = evaluate(TransformersEngine(base), None, windows, progress=progress)
         evaluation = replace(evaluation, base=alone.candidate)

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from qforge.engines import llama_cpp, onnx_runtime
+from qforge.engines import checkpoints, llama_cpp, onnx_runtime
 from qforge.errors import MissingCapabilityError, OutputError, UnsupportedError
 from qforge.export import exporter
-from qforge.export.verify import seeded_prompts, verify
+from qforge.export.agreement import seeded_prompts
+from qforge.export.verify import verify
 from qforge.files import LOCK, readable_errors, sha256_tree, size_of
 from qforge.models.model import Model
 from qforge.progress import Progress
@@ -119,8 +120,8 @@ def verify_all(
         if result.path is None:
             done.append(result)
             continue
-        absent = [llama_cpp.missing(), onnx_runtime.missing(), onnx_runtime.genai_missing()]
-        name = key("verify", artifact=artifact_sha256, export=result.sha256, format=result.format, prompts=prompts, engine=engine, absent=absent)
+        missing = [llama_cpp.missing(), checkpoints.missing("gptq"), onnx_runtime.missing(), onnx_runtime.genai_missing()]
+        name = key("verify", artifact=artifact_sha256, export=result.sha256, format=result.format, prompts=prompts, engine=engine, missing=missing)
         found = journal.load(name)
         if found is None:
             found = ({}, _verified(result, out / result.path, artifact, engine, prompts))

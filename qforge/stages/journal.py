@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from qforge import __version__
-from qforge.calibration.sequential import Held, Hidden
+from qforge.calibration.store import Held, Hidden
 from qforge.errors import ModelError
 from qforge.export.writer import Piece, write_file
 from qforge.models.shards import Shards

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from qforge.calibration.sequential import Hidden, Piece, Store
+from qforge.calibration.store import Hidden, Piece, Store
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
 from qforge.stages.journal import Journal, key

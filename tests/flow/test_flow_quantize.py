@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import qforge
-from qforge.calibration.sequential import Piece
+from qforge.calibration.store import Piece
 from qforge.engines.base import chunks
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import NumericalError, OutputError, QforgeError

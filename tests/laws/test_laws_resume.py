@@ -11,7 +11,8 @@ import torch
 
 from qforge import numerics
 from qforge.calibration.room import Room
-from qforge.calibration.sequential import Hidden, Job, Piece, Store, quantize_blocks
+from qforge.calibration.sequential import Job, quantize_blocks
+from qforge.calibration.store import Hidden, Piece, Store
 from qforge.methods import Options, find, find_transforms, statistics_needed
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model, open_model

@@ -16,7 +16,7 @@ FLAGS = {
     "eval": ["--activations", "--against", "--engine", "--json", "--text", "--window"],
     "compare": ["--gate"],
     "generate": ["--activations", "--json", "--max-tokens", "--prompt", "--prompts", "--seed", "--temperature"],
-    "bench": ["--activations", "--json"],
+    "bench": ["--activations", "--json", "--kv-cache"],
     "serve": ["--activations", "--host", "--port"],
     "inspect": ["--check", "--json"],
     "recipe": ["init: --out", "validate: --json", "validate: --set"],

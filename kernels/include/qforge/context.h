@@ -1,11 +1,13 @@
 // Where native work runs: a thread pool, the instruction set that this CPU has, and each thread's scratch memory.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "qforge/blockwise.h"
 #include "qforge/integer.h"
 #include "qforge/layers.h"
 #include "qforge/linear.h"
@@ -23,34 +25,75 @@ class Context {
   public:
     Context(int threads, const std::string &isa);  // isa: a name that instruction_sets() lists; throws std::invalid_argument for others
 
-    // y [rows][columns] = x [rows][weight.inputs()] W^T + bias; x_stride and y_stride in floats
+    // y [rows][columns] = x [rows][weight.inputs()] W^T + bias, x rounded before as weight.activations says; x_stride and y_stride in floats
     void linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride);
     // The same with x rounded to int8 row by row (integer.h), for INT4 and INT8 weights; static_scale 0 lets each row have its own scale
     void linear_int8(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float static_scale, float *y, int64_t y_stride);
     void norm(const NormRows &norm, int64_t rows);
+    void residual(const ResidualRows &residual, int64_t rows);
     void gate(const GateRows &gate, int64_t rows);
     // Rotates, writes the cache, and attends for the T tokens of a step; query_starts [sequences + 1]
     void attention(const Attention &attention, int64_t tokens, const int32_t *query_starts, int64_t sequences);
+    // Calls run(first, end) for pieces of [0, rows) of at least `least` rows
+    template <typename F>
+    void rows(int64_t rows, int64_t least, const F &run) {
+        const auto held = turn();
+        split_rows(rows, least, run);
+    }
+    // Calls run(i, thread) for each i in [0, count)
+    template <typename F>
+    void tasks(int64_t count, const F &run) {
+        const auto held = turn();
+        pool_.run(static_cast<int>(count), [](void *context, int task, int thread) { (*static_cast<const F *>(context))(task, thread); }, const_cast<F *>(&run));
+    }
+    // For a caller that makes many calls as one
+    std::unique_lock<std::recursive_mutex> turn() { return std::unique_lock(turn_); }
+    // Reads every byte, and returns their sum as words: what the memory gives, against which a product is measured
+    uint64_t read(const uint64_t *words, int64_t count);
     int threads() const { return pool_.threads(); }
     const std::string &isa() const { return isa_; }
 
     static std::vector<std::string> instruction_sets();  // those that this CPU runs, fastest first
 
   private:
-    float *scratch(int thread, int64_t floats);
-    template <typename F>
-    void split_rows(int64_t rows, int64_t least, const F &run);
-    template <typename F>
-    void split_product(const Weight &weight, int64_t rows, int64_t scratch_floats, const F &run);
+    struct Cut {  // rows and tiles of a task
+        int64_t rows, tiles;
+    };
 
-    std::mutex turn_;
+    Cut cut_panels(const Weight &weight, int64_t rows, int64_t scratch_floats);
+    void linear_blockwise(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride);
+    float *scratch(int thread, int64_t floats);
+    // A piece must be worth the hand-over to another thread.
+    template <typename F>
+    void split_rows(int64_t rows, int64_t least, const F &run) {
+        struct Job {
+            const F *run;
+            int64_t rows, step;
+        };
+        const int64_t step = std::max(least, (rows + threads() * 4 - 1) / (threads() * 4));
+        Job job{&run, rows, step};
+        pool_.run(
+            static_cast<int>((rows + step - 1) / step),
+            [](void *context, int task, int) {
+                const auto &j = *static_cast<Job *>(context);
+                (*j.run)(task * j.step, std::min(j.rows, (task + 1) * j.step));
+            },
+            &job);
+    }
+    template <typename F>
+    void split_product(const Weight &weight, int64_t rows, const Cut &cut, const F &run);
+
+    std::recursive_mutex turn_;
     Pool pool_;
     std::string isa_;
     LinearPiece piece_;
     const LayerFunctions *layers_;
     const IntegerFunctions *integer_;
+    const BlockwiseFunctions *blockwise_;
     std::vector<int16_t> codes_;  // rounded activations of the product that runs
     std::vector<float> row_scales_;
+    std::vector<int8_t> segment_codes_;
+    std::vector<float> segment_scales_, block_sums_;
     std::vector<Scratch> scratch_;
     std::vector<int64_t> scratch_floats_;
 };

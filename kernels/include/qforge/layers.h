@@ -1,8 +1,9 @@
-// What a decoder layer does between its products: norm, rotary embedding and cache write, attention over paged blocks, gated activation. All fp32.
+// What a decoder layer does between its products: norm, rotary embedding and cache write, attention over paged blocks, gated activation, residual sums. All arithmetic in fp32.
 //
-// The cache of one layer, for blocks of `block_size` tokens (a multiple of 16):
+// The cache of one layer, for blocks of `block_size` tokens (a multiple of 16), in fp32, fp16 or int8:
 //   keys   [blocks][kv_heads][block_size / 16][head_dim][16]   16 positions side by side, so that scores of 16 keys are one row of products
 //   values [blocks][kv_heads][block_size][value_dim]           value_dim: head_dim rounded up to a multiple of 16
+//   key_scales, value_scales [blocks][kv_heads][block_size]    int8 only: each key and value has a scale of its own, its largest magnitude / 127
 //
 // Sums are ordered by place in the row and by absolute position in the sequence, never by how a step was cut: results are equal bit for bit
 // whatever else is in the step, however a prompt is cut into steps, and wherever the blocks lie. What a mask hides adds exactly zero.
@@ -14,14 +15,26 @@ namespace qforge {
 
 enum class Activation : int { SILU = 0, GELU_TANH = 1 };
 
+enum class CacheType : int { F32 = 0, F16 = 1, I8 = 2 };
+
 struct Cache {
-    float *keys, *values;
+    CacheType type;
+    void *keys, *values;
+    float *key_scales, *value_scales;  // null but for I8
     int64_t kv_heads, head_dim, value_dim, block_size;
 };
 
 struct NormRows {  // y = x / sqrt(mean(x^2) + eps) * weight, row by row
     const float *x, *weight;
     float *y;
+    int64_t width;
+    float eps;
+};
+
+struct ResidualRows {  // x += y, or x += norm(y) where the family norms what a branch gives; then next = norm(x), row by row
+    float *x;
+    const float *y, *branch_weight, *weight;  // branch_weight: null, or of the branch's norm
+    float *next;
     int64_t width;
     float eps;
 };
@@ -63,6 +76,7 @@ inline int64_t attention_scratch_floats(const Attention &a, int64_t longest_cont
 
 struct LayerFunctions {
     void (*norm)(const NormRows &n, int64_t row, int64_t row_end);
+    void (*residual)(const ResidualRows &r, int64_t row, int64_t row_end);
     void (*gate)(const GateRows &g, int64_t row, int64_t row_end);
     void (*rotate_and_store)(const Attention &a, int64_t token, int64_t token_end);  // rotates queries in place, writes rotated keys and values into the cache
     void (*attend)(const Attention &a, const AttentionPiece &piece, float *scratch);

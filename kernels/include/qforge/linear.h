@@ -22,6 +22,9 @@ namespace qforge {
 
 enum class Format : int { INT4 = 0, INT8 = 1, F32 = 2, F16 = 3, BF16 = 4, BOOK4 = 5, E4M3 = 6 };
 
+// What becomes of activations before they are multiplied: nothing, or rounding in segments of 32 inputs (blockwise.h; INT4 and INT8 weights only).
+enum class Activations : int { F32 = 0, INT8 = 1, INT16 = 2 };
+
 constexpr int kTile = 16;       // columns of a tile
 constexpr int kRowChunk = 96;   // rows of one task of the matrix path
 constexpr int kWideTiles = 4;   // tiles of one task of the matrix path
@@ -49,6 +52,7 @@ struct Weight {
     const uint8_t *zeros;
     const float *book;  // [16] or null
     const float *bias;  // [columns] or null
+    Activations activations = Activations::F32;
 
     int64_t tiles() const { return (columns + kTile - 1) / kTile; }
     int64_t inputs() const { return blocks * block_k; }

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from qforge.calibration import fisher
 from qforge.calibration.gradients import CHUNK
 from qforge.calibration.room import Room
-from qforge.calibration.sequential import Job, Piece, Store, quantize_blocks
+from qforge.calibration.sequential import Job, quantize_blocks
+from qforge.calibration.store import Piece, Store
 from qforge.calibration.transforms import Folds
 from qforge.methods import Options, find
 from qforge.models.blocks import BlockModel

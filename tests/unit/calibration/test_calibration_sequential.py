@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from qforge import numerics
 from qforge.calibration.room import Room
-from qforge.calibration.sequential import Hidden, Job, Piece, Store, quantize_blocks
+from qforge.calibration.sequential import Job, quantize_blocks
+from qforge.calibration.store import Hidden, Piece, Store
 from qforge.engines.base import chunks
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.methods import Options, Stats, find

@@ -84,8 +84,11 @@ def test_bench_writes_the_keys_of_the_contract(model: Path, capsys: pytest.Captu
     assert _run("bench", model, "--json", "-") == 0
     result = json.loads(capsys.readouterr().out)
     assert set(result) == {"environment", "prefill", "decode", "ttft_ms", "tpot_ms", "peak_rss_bytes", "load_seconds"}
-    assert [set(r) for r in result["prefill"]] == [{"tokens", "batch", "activations", "tokens_per_second"}]
-    assert [(r["batch"], r["context"]) for r in result["decode"]] == [(1, 128), (8, 128), (32, 128)]
+    assert [tuple(r.values())[:3] for r in result["prefill"]] == [(n, b, a) for a in ("fp", "int8") for n, b in ((128, 1), (128, 8))]
+    assert [set(r) for r in result["prefill"]] == [{"tokens", "batch", "activations", "tokens_per_second"}] * 4
+    assert [(r["batch"], r["context"], r["activations"]) for r in result["decode"]] == [(b, 128, a) for a in ("fp", "int8") for b in (1, 8, 32)]
+    assert all(0 < r["read_bandwidth_fraction"] for r in result["decode"])
+    assert result["environment"]["read_bandwidth"] > 1e8
     assert all(r["tokens_per_second"] > 0 for r in result["prefill"] + result["decode"])
     assert result["ttft_ms"]["p50"] <= result["ttft_ms"]["p99"]
     assert result["peak_rss_bytes"] > 1 << 26

@@ -12,9 +12,10 @@ import torch
 from quantized_models import quantized
 
 from qforge.errors import UnsupportedError
+from qforge.export.agreement import seeded_prompts
 from qforge.export.gguf import GgufExporter
 from qforge.export.gguf_metadata import metadata_problem, rope_factors
-from qforge.export.verify import seeded_prompts, verify_gguf_weights
+from qforge.export.verify import verify_gguf_weights
 from qforge.models.model import open_model
 from qforge.types import RopeSpec
 

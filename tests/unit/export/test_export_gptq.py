@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from qforge.errors import UnsupportedError
 from qforge.export.gptq import GptqExporter
-from qforge.export.verify import verify_gptq
+from qforge.export.verify_checkpoint import verify_words
 from qforge.files import sha256_tree
 from qforge.models.model import open_model
 
@@ -30,7 +30,7 @@ def test_integers_equal_the_artifact(tmp_path, source, text):
     assert exporter.check(model) is None
     paths = exporter.write(model, tmp_path / "out")
     assert {p.name for p in paths} >= {"config.json", "quantize_config.json", "model.safetensors", "tokenizer.json"}
-    found = verify_gptq(tmp_path / "out", model)
+    found = verify_words(tmp_path / "out", model)
     assert found.weights_equal, found.note
 
 
@@ -40,7 +40,7 @@ def test_verification_sees_one_wrong_bit(tmp_path, source):
     tensors = load_file(tmp_path / "out/model.safetensors")
     tensors["model.layers.1.mlp.up_proj.qweight"][3, 5] ^= 1 << 9
     save_file(tensors, tmp_path / "out/model.safetensors")
-    found = verify_gptq(tmp_path / "out", model)
+    found = verify_words(tmp_path / "out", model)
     assert found.weights_equal is False
     assert "model.layers.1.mlp.up_proj" in found.note
 
@@ -55,7 +55,7 @@ def test_settings(tmp_path, source):
     assert settings["dynamic"][r"+:^model\.layers\.0\.mlp\.down_proj$"] == {"bits": 8, "group_size": 64}
     assert settings["dynamic"][r"-:^model\.layers\.1\.self_attn\.v_proj$"] == {}
     assert len(settings["dynamic"]) == 4
-    assert verify_gptq(tmp_path / "out", model).weights_equal
+    assert verify_words(tmp_path / "out", model).weights_equal
     assert "model.layers.0.self_attn.v_proj.weight" in load_file(tmp_path / "out/model.safetensors")
     again = open_model(str(tmp_path / "out"))
     assert all(torch.equal(again.linear(name).codes, model.linear(name).codes) for name in model.schemes)
@@ -72,7 +72,7 @@ def test_activation_order_is_kept(tmp_path, source):
     ordered = replace(model, linears=shuffled)
     GptqExporter().write(ordered, tmp_path / "out")
     assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["desc_act"] is True
-    assert verify_gptq(tmp_path / "out", ordered).weights_equal
+    assert verify_words(tmp_path / "out", ordered).weights_equal
 
 
 @pytest.mark.parametrize(

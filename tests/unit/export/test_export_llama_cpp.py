@@ -11,8 +11,9 @@ from quantized_models import quantized
 from qforge.engines import llama_cpp
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import ModelError
+from qforge.export.agreement import next_token_logprobs
 from qforge.export.gguf import GgufExporter
-from qforge.export.verify import next_token_logprobs, verify, verify_in_llama_cpp
+from qforge.export.verify import verify, verify_in_llama_cpp
 from qforge.models.model import open_model
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}

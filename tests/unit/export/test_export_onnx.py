@@ -20,7 +20,8 @@ from qforge.engines.onnx_runtime import OnnxRuntimeEngine, session
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import MissingCapabilityError, ModelError, UnsupportedError
 from qforge.export.onnx import OnnxExporter
-from qforge.export.verify import compare, next_token_logprobs, verify
+from qforge.export.agreement import agreement, next_token_logprobs
+from qforge.export.verify import verify
 from qforge.export.verify_onnx import read, verify_weights
 from qforge.models.model import open_model
 
@@ -44,13 +45,13 @@ def written(model, folder, kind):
 
 
 def agrees(model, folder, bound=1e-9, engine=TransformersEngine):
-    """Mean KL divergence of every position of a window, which the engine runs in two pieces over its cache."""
+    """Mean KL divergence of every position of a window, which the engine runs in two pieces over its cache; must be below the bound."""
     window = tokens(150)
     ours = torch.cat([torch.log_softmax(p.float(), -1) for p in engine(model).score([window])])
     theirs = torch.cat([torch.log_softmax(p, -1) for p in OnnxRuntimeEngine(folder).score([window])])
-    found = compare(ours, theirs)
-    assert found.kl_mean < bound, found
-    return found
+    kl, *others = agreement(ours, theirs)
+    assert kl < bound, (kl, others)
+    return kl
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,7 +117,7 @@ def test_static_activation_scales(tmp_path, kind, text):
     from qforge.engines.runtime_engine import RuntimeEngine
 
     ours, theirs = (torch.cat(list(engine.score([window]))) for engine in (RuntimeEngine(model), OnnxRuntimeEngine(folder)))
-    assert compare(torch.log_softmax(ours, -1), torch.log_softmax(theirs, -1)).kl_mean < (1e-9 if kind == "qdq" else 1e-2)
+    assert agreement(torch.log_softmax(ours, -1), torch.log_softmax(theirs, -1))[0] < (1e-9 if kind == "qdq" else 1e-2)
     pairs = read(folder).operators()
     assert pairs["QuantizeLinear"] == 7
     assert pairs["DequantizeLinear"] == 7
@@ -125,8 +126,8 @@ def test_static_activation_scales(tmp_path, kind, text):
 
 def test_level_4_and_fp16_are_near(tmp_path):
     model = quantized(opened(tmp_path))
-    assert agrees(model, written(model, tmp_path / "level4", "matmulnbits-level4"), 5e-3).kl_mean > 1e-6
-    assert agrees(model, written(model, tmp_path / "f16", "qdq-f16"), 1e-4).kl_mean > 1e-9
+    assert agrees(model, written(model, tmp_path / "level4", "matmulnbits-level4"), 5e-3) > 1e-6
+    assert agrees(model, written(model, tmp_path / "f16", "qdq-f16"), 1e-4) > 1e-9
     assert verify_weights(read(tmp_path / "f16"), model).weights_equal
     assert OnnxRuntimeEngine(tmp_path / "f16").inputs["past_key_values.0.key"].type == "tensor(float16)"
 
@@ -383,4 +384,4 @@ def test_next_tokens_are_the_engines_last_position(tmp_path):
     model = quantized(opened(tmp_path))
     engine = OnnxRuntimeEngine(written(model, tmp_path / "out", "matmulnbits"))
     prompts = [tokens(7), tokens(140)]
-    assert compare(next_token_logprobs(TransformersEngine(model), prompts), next_token_logprobs(engine, prompts)).kl_mean < 1e-9
+    assert agreement(next_token_logprobs(TransformersEngine(model), prompts), next_token_logprobs(engine, prompts))[0] < 1e-9

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from native_layers import NativeLayers
 from tolerances import LAYERS
 
-from qforge.ops.layers import AttentionParameters, Batch, LayerOps, TorchLayers
-from qforge.ops.layers_native import NativeLayers
+from qforge.ops.layers import AttentionParameters, Batch, TorchLayers
 from qforge.ops.native import instruction_sets
 
-OPS: list[LayerOps] = [TorchLayers(), *(NativeLayers(2, isa) for isa in instruction_sets())]
+OPS: list[TorchLayers | NativeLayers] = [TorchLayers(), *(NativeLayers(2, isa) for isa in instruction_sets())]
+STORED = {"attention": OPS, **{f"attention {kind}": [NativeLayers(2, isa, kind) for isa in instruction_sets()] for kind in ("fp16", "int8")}}
 
 
 def _near(y: torch.Tensor, wanted: torch.Tensor, operation: str) -> None:
@@ -71,7 +72,8 @@ def _dense_attention(qkv: torch.Tensor, a: AttentionParameters, rope: tuple[torc
     ("heads", "kv_heads", "head_dim", "window", "normed"), [(4, 2, 16, 0, False), (3, 1, 8, 0, True), (6, 6, 6, 5, False), (9, 3, 64, 20, True), (2, 2, 48, 1, False)]
 )
 @pytest.mark.parametrize("block_size", [16, 32])
-def test_attention_over_scattered_blocks(heads: int, kv_heads: int, head_dim: int, window: int, normed: bool, block_size: int) -> None:
+@pytest.mark.parametrize("stored", STORED)
+def test_attention_over_scattered_blocks(heads: int, kv_heads: int, head_dim: int, window: int, normed: bool, block_size: int, stored: str) -> None:
     g = torch.Generator().manual_seed(heads * head_dim)
     norms = [torch.rand(head_dim, generator=g) + 0.5 for _ in "qk"] if normed else [None, None]
     a = AttentionParameters(heads, kv_heads, head_dim, window, head_dim**-0.5, norms[0], norms[1], 1e-6)
@@ -82,7 +84,7 @@ def test_attention_over_scattered_blocks(heads: int, kv_heads: int, head_dim: in
     blocks = torch.randperm(2 * (64 // block_size), generator=g).view(2, -1).int()
     wanted = [_dense_attention(w, a, rope) for w in whole]
     results = []
-    for ops in OPS:
+    for ops in STORED[stored]:
         cache = ops.cache(len(blocks.flatten()), block_size, kv_heads, head_dim)
         outputs: list[list[torch.Tensor]] = [[], []]
         for pieces in ([(0, 0, 20)], [(0, 20, 50), (1, 0, 16)], [(1, 16, 17), (0, 50, 51)], [(0, 51, 53)]):
@@ -94,5 +96,20 @@ def test_attention_over_scattered_blocks(heads: int, kv_heads: int, head_dim: in
             for (s, _, _), i, j in zip(pieces, starts, starts[1:], strict=False):
                 outputs[s].append(y[i:j])
         results.append(torch.cat([torch.cat(o) for o in outputs]))
-        _near(results[-1], torch.cat(wanted), "attention")
-    assert all(torch.equal(results[1], y) for y in results[2:])
+        _near(results[-1], torch.cat(wanted), stored)
+    natives = results[1:] if stored == "attention" else results
+    assert all(torch.equal(natives[0], y) for y in natives)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "int8"])
+def test_keys_and_values_at_the_ends_of_their_range_are_kept(kind: str) -> None:
+    for isa in instruction_sets():
+        ops = NativeLayers(1, isa, kind)
+        a = AttentionParameters(1, 1, 4, 0, 1e-6)
+        value = torch.tensor([65519.0, -1e6, 6e-8, 0.0] if kind == "fp16" else [1e30, -1e30, 1e27, 0.0])
+        cache = ops.cache(1, 16, 1, 4)
+        one = torch.tensor([0])
+        batch = Batch(one, one, torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32))
+        y = ops.attention(torch.cat([torch.zeros(8), value]).view(1, -1), a, cache, (torch.ones(1, 2), torch.zeros(1, 2)), batch)[0]
+        wanted = torch.tensor([65504.0, -65504.0, 2.0**-24, 0.0]) if kind == "fp16" else torch.tensor([1e30, -1e30, 0.0, 0.0])
+        torch.testing.assert_close(y, wanted, rtol=1e-6, atol=0)

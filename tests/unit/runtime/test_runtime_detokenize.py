@@ -22,6 +22,18 @@ def test_text_comes_out_whole_and_never_with_half_characters(text: str) -> None:
     assert d.text == text
 
 
+@pytest.mark.parametrize("every", [2, 3, 100])
+def test_text_that_is_asked_for_seldom_is_the_same(every: int) -> None:
+    text = "The żółw 🐢 stands by the naïve 漢字 mill\n\n  two"
+    d = Detokenizer(TOKENIZER, [3, 4, 5])
+    for n, i in enumerate(TOKENIZER(text, add_special_tokens=False).input_ids):
+        d.add(i)
+        if n % every == 0:
+            assert text.startswith(d.text)
+    d.finish()
+    assert d.text == text
+
+
 def test_bytes_that_never_become_a_character_come_out_at_the_end() -> None:
     ids = TOKENIZER("🐢", add_special_tokens=False).input_ids[:-1]
     d = Detokenizer(TOKENIZER, [])

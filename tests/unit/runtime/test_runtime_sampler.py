@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qforge.errors import DataError
+from qforge.ops.native import module
 from qforge.runtime.sampler import draw, uniform
 from qforge.runtime.sequence import SamplingParams
 
@@ -45,6 +50,29 @@ def test_min_p_is_relative_to_the_most_likely() -> None:
 def test_numbers_are_functions_of_seed_and_position() -> None:
     assert uniform(3, 7) == uniform(3, 7)
     assert len({uniform(s, p) for s in range(20) for p in range(20)}) == 400
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    vocabulary=st.integers(1, 700), spread=st.floats(0, 8), ties=st.booleans(), seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**40),
+    temperature=st.sampled_from([0.1, 0.7, 1.0, 3.0]), top_k=st.sampled_from([0, 1, 5, 50, 1000]), top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]), min_p=st.sampled_from([0.0, 0.1, 1.0]),
+)  # fmt: skip
+def test_the_native_draw_is_the_reference(
+    vocabulary: int, spread: float, ties: bool, seed: int, position: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    native: Any = module()
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed % 2**31)) * spread
+    logits = logits.round() if ties else logits
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert native.uniform(seed, position) == uniform(seed, position)
+    assert native.draw(logits.data_ptr(), vocabulary, temperature, top_k, top_p, min_p, seed, position) == draw(logits, params, seed, position)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 15, 16, 100, 49152])
+def test_the_native_choice_without_temperature_is_the_first_of_the_most_likely(vocabulary: int) -> None:
+    native: Any = module()
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary)).round()
+    assert native.draw(logits.data_ptr(), vocabulary, 0.0, 0, 1.0, 0.0, 0, 0) == int((logits == logits.max()).nonzero()[0])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qforge.calibration.room import Room
-from qforge.calibration.sequential import Piece
+from qforge.calibration.store import Piece
 from qforge.errors import OutputError
 from qforge.methods import Options, find
 from qforge.scheme import parse

@@ -1,0 +1,46 @@
+"""Times qforge's runtime: a request file in, JSON out (the last line). See benchmarks/vs_llama_cpp.py for what is timed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from load import Timeline, summary
+
+from qforge import __version__
+from qforge.runtime import LLM, SamplingParams
+
+
+def timed_steps(llm: LLM, requests: list[dict[str, Any]]) -> Timeline:
+    """All requests at once; when each of their tokens came."""
+    engine = llm.engine()
+    start = time.perf_counter()
+    for r in requests:
+        engine.add(r["prompt"], SamplingParams(max_tokens=r["output"], ignore_eos=True))
+    came: Timeline = [[] for _ in requests]
+    while engine.busy():
+        chosen = engine.step()
+        now = time.perf_counter() - start
+        for sequence, _ in chosen:
+            came[sequence.id].append(now)
+    return came
+
+
+def main() -> None:
+    with open(sys.argv[1], encoding="utf-8") as f:
+        request = json.load(f)
+    llm = LLM(request["model"], activations=request["activations"], threads=request["threads"], kv_cache="fp16")
+    answer: dict[str, Any] = {"version": f"qforge {__version__}", "kernels": llm.kernels()}
+    single = [timed_steps(llm, [request["single"]])[0] for _ in range(request["repeats"])]
+    if single:
+        answer["prefill"] = max(len(request["single"]["prompt"]) / t[0] for t in single)
+        answer["decode"] = max((len(t) - 1) / (t[-1] - t[0]) for t in [timed_steps(llm, [request["short"]])[0] for _ in range(request["repeats"])])
+    if request["mixed"]:
+        answer["mixed"] = summary(timed_steps(llm, request["mixed"]))
+    print("\n" + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""qforge's runtime beside llama.cpp on the same weights: both run in turn, in processes of their own, several rounds; the table has medians and the ratio of each round.
+
+    python benchmarks/vs_llama_cpp.py ARTIFACT [--gguf FILE ...] [--activations int8] [--llama-python PYTHON] [--save NAME]
+
+ARTIFACT is a qforge artifact whose GGUF export llama.cpp runs (q4_0 or q4_1, whichever holds its codes; made in a temporary folder unless --gguf names files; of several the best counts).
+decode: one sequence, 127 tokens after 3. prefill: 512 tokens. mixed: 32 requests at once, prompts of 32-512 and outputs of 16-256 tokens (seed 0), end-of-text ignored.
+One sequence runs through llama.cpp's C API where PYTHON has llama_cpp (no sampling is timed there; ours samples), else through the xllamacpp server's own clock; mixed always through
+that server, with 32 slots. Keys and values are kept in 16 bits by both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent / "llama_cpp"))
+from load import mixed
+
+from qforge.ops.native import instruction_sets
+from qforge.runtime.bench import read_bandwidth
+from qforge.stages.outcome import environment
+
+HERE = Path(__file__).parent
+FIGURES = ("decode", "prefill", "mixed")
+Round = dict[str, dict[str, Any]]
+
+
+def main() -> int:
+    args = arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        ggufs = args.gguf or [export(args.model, Path(folder))]
+        rounds = [one_round(args, ggufs, Path(folder)) for _ in range(args.rounds)]
+    content = {
+        "command": " ".join(["python benchmarks/vs_llama_cpp.py", args.model.name, *sys.argv[2:]]), "activations": args.activations, "threads": args.threads,
+        "environment": environment() | {"instruction_set": next(iter(instruction_sets()), None), "read_bandwidth": read_bandwidth(args.threads)}, "rounds": rounds,
+    }  # fmt: skip
+    text = page(content)
+    print(text)
+    if args.save:
+        (HERE / "results" / f"vs_llama_cpp-{args.save}.json").write_text(json.dumps(content, indent=1) + "\n")
+        (HERE / "results" / f"vs_llama_cpp-{args.save}.md").write_text(text + "\n")
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a qforge artifact")
+    parser.add_argument("--gguf", type=Path, action="append", help="what llama.cpp runs; repeatable")
+    parser.add_argument("--activations", choices=["fp", "int8"], default="int8", help="llama.cpp always rounds activations to int8 (default: so do we)")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=["single", "mixed"], help="half of the work")
+    parser.add_argument("--llama-python", type=Path, default=sys.executable, help="an interpreter that has llama_cpp")
+    parser.add_argument("--save", metavar="NAME", help="also write benchmarks/results/vs_llama_cpp-NAME.json and .md")
+    return parser.parse_args()
+
+
+def export(model: Path, folder: Path) -> Path:
+    """The artifact as GGUF, of the type that holds its codes."""
+    kind = "q4_0" if "sym" in json.loads((model / "qforge.json").read_text())["quantize"]["scheme"].split("-") else "q4_1"
+    subprocess.run([sys.executable, "-m", "qforge", "export", str(model), "--format", "gguf", "--type", kind, "--out", str(folder / "gguf")], check=True, stdout=sys.stderr)
+    return next(p for p in (folder / "gguf").rglob("*.gguf"))
+
+
+def one_round(args: argparse.Namespace, ggufs: list[Path], folder: Path) -> Round:
+    """Every engine once: ours, and the best of llama.cpp's over the files that it is given."""
+    vocabulary = json.loads((args.model / "config.json").read_text())["vocab_size"]
+    words = [100 + i % 1000 for i in range(512)]
+    request = {
+        "model": str(args.model), "activations": args.activations, "threads": args.threads, "repeats": 0 if args.only == "mixed" else 2,
+        "single": {"prompt": words, "output": 1}, "short": {"prompt": [5, 6, 7], "output": 128}, "mixed": [] if args.only == "single" else mixed(32, vocabulary),
+    }  # fmt: skip
+    has_api = subprocess.run([str(args.llama_python), "-c", "import llama_cpp"], capture_output=True, check=False).returncode == 0
+    theirs: dict[str, Any] = {}
+    for gguf in ggufs:
+        asked = request | {"gguf": str(gguf)}
+        found: dict[str, Any] = work(args.llama_python, "api.py", asked | {"mixed": []}, folder) if has_api and request["repeats"] else {}
+        if importlib.util.find_spec("xllamacpp") is not None and (request["mixed"] or not has_api):
+            found = work(Path(sys.executable), "server.py", asked | {"repeats": 0 if has_api else request["repeats"]}, folder) | found
+        theirs = best_of(theirs, found | {"gguf": gguf.name})
+    return {"ours": work(Path(sys.executable), "ours.py", request, folder), "llama.cpp": theirs}
+
+
+def best_of(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Of each figure the better one."""
+    rate = {name: lambda d, name=name: d.get(name, {}).get("tokens_per_second", 0.0) if name == "mixed" else d.get(name, 0.0) for name in FIGURES}
+    return {**a, **b, **{name: max((a, b), key=rate[name])[name] for name in FIGURES if name in a and name in b}}
+
+
+def work(python: Path, script: str, request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One engine in a process of its own."""
+    file = folder / "request.json"
+    file.write_text(json.dumps(request))
+    done = subprocess.run([str(python), str(HERE / "llama_cpp" / script), str(file)], capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{script} ended with {done.returncode}: {done.stderr[-2000:]}")
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def page(content: dict[str, Any]) -> str:
+    """The table."""
+    machine = content["environment"]
+    head = [
+        f"# qforge beside llama.cpp ({content['activations']} activations, {content['threads']} threads)", "", f"`{content['command']}`", "",
+        f"{content['rounds'][0]['ours']['version']}; llama.cpp: {content['rounds'][0]['llama.cpp']['version']}, {content['rounds'][0]['llama.cpp']['gguf']}; {machine.get('cpu', '')}, "
+        f"{machine['instruction_set']}, memory read at {machine['read_bandwidth'] / 1e9:.1f} GB/s. Medians of {len(content['rounds'])} rounds, both in turn.", "",
+        "| | qforge | llama.cpp | ratio |", "|---|---|---|---|",
+    ]  # fmt: skip
+    return "\n".join(head + [line for name in ROWS if (line := row(name, content["rounds"])) is not None])
+
+
+ROWS = {
+    "decode": "decode, one sequence, tokens/s", "prefill": "prefill of 512, tokens/s", "mixed.tokens_per_second": "32 requests, output tokens/s",
+    "mixed.ttft_ms_p50": "32 requests, first token p50, ms", "mixed.ttft_ms_p99": "32 requests, first token p99, ms",
+    "mixed.tpot_ms_p50": "32 requests, each further token p50, ms", "mixed.tpot_ms_p99": "32 requests, each further token p99, ms",
+}  # fmt: skip
+
+
+def row(name: str, rounds: list[Round]) -> str | None:
+    """One line; a ratio above 1 is ours being better, be it a rate or a time."""
+    pairs = [(value(r["ours"], name), value(r["llama.cpp"], name)) for r in rounds]
+    if any(a is None or b is None for a, b in pairs):
+        return None
+    ratios = sorted(b / a if "_ms" in name else a / b for a, b in pairs if a is not None and b is not None)
+    ours, theirs = (statistics.median(p[i] or 0.0 for p in pairs) for i in (0, 1))
+    return f"| {ROWS[name]} | {ours:.1f} | {theirs:.1f} | {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) |"
+
+
+def value(answer: dict[str, Any], name: str) -> float | None:
+    """A figure by its dotted name."""
+    found: Any = answer
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return None if found is None else float(found)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,96 @@
+// The product with activations rounded by segments in plain C++, for any CPU: the second implementation that the fast ones are tested against, bit for bit (blockwise.h).
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "qforge/blockwise.h"
+
+namespace qforge {
+namespace {
+
+struct Rounding {
+    float scale, inverse;  // both 0: codes are 0
+};
+
+Rounding rounding(const float *x, int64_t inputs, float most) {
+    float largest = 0;
+    bool finite = true;
+    for (int64_t i = 0; i < inputs; ++i) {
+        finite = finite && std::isfinite(x[i]);
+        largest = std::max(largest, std::fabs(x[i]));
+    }
+    if (!finite) return {std::numeric_limits<float>::quiet_NaN(), 0};
+    if (largest < 0x1p-100f) return {0, 0};
+    return {largest / most, most / largest};
+}
+
+void round_rows(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &out, int64_t row, int64_t row_end) {
+    const bool wide = w.activations == Activations::INT16;
+    const int64_t inputs = w.inputs(), segments = segments_of_block(w);
+    for (int64_t r = row; r < row_end; ++r) {
+        int8_t *high = out.codes + r * limbs(w) * inputs, *low = high + inputs;
+        for (int64_t b = 0; b < w.blocks; ++b) {
+            float sum = 0;
+            for (int64_t s = 0; s < segments; ++s) {
+                const int64_t first = b * w.block_k + s * kSegment, length = std::min(kSegment, w.block_k - s * kSegment);
+                const float *values = x + r * x_stride + first;
+                const Rounding to = rounding(values, length, wide ? 32512.0f : 127.0f);
+                int32_t codes = 0;
+                for (int64_t i = 0; i < length; ++i) {
+                    const int code = to.inverse == 0 ? 0 : static_cast<int>(std::nearbyint(values[i] * to.inverse));
+                    codes += code;
+                    high[first + i] = static_cast<int8_t>(wide ? (code + 128) >> 8 : code);
+                    if (wide) low[first + i] = static_cast<int8_t>(code - 256 * high[first + i]);
+                }
+                out.scales[(r * w.blocks + b) * segments + s] = to.scale;
+                sum = std::fma(to.scale, static_cast<float>(codes), sum);
+            }
+            out.sums[r * w.blocks + b] = sum;
+        }
+    }
+}
+
+int weight_code(const Weight &w, const uint8_t *chunk, int64_t j, int column) {
+    if (w.format == Format::INT4) return (chunk[column * 4 + j % 4] >> (j / 4 * 4)) & 15;
+    return chunk[j / 4 * 64 + column * 4 + j % 4];
+}
+
+void one_tile(const BlockwisePiece &p, int64_t row, int64_t tile) {
+    const Weight &w = *p.weight;
+    const bool wide = w.activations == Activations::INT16;
+    const int64_t chunks = w.block_k / 8, bytes = chunk_bytes(w.format), inputs = w.inputs(), segments = segments_of_block(w);
+    const int8_t *high = p.rounded.codes + row * limbs(w) * inputs, *low = high + inputs;
+    float total[kTile] = {};
+    for (int64_t b = 0; b < w.blocks; ++b) {
+        const int64_t at = tile * w.blocks + b;
+        float part[kTile] = {};
+        for (int64_t s = 0; s < segments; ++s) {
+            int32_t sum[kTile] = {};
+            for (int64_t k = s * kSegment; k < std::min(w.block_k, (s + 1) * kSegment); ++k) {
+                const int64_t i = b * w.block_k + k;
+                const int code = wide ? 256 * high[i] + low[i] : high[i];
+                for (int n = 0; n < kTile; ++n) sum[n] += code * weight_code(w, w.codes + (at * chunks + k / 8) * bytes, k % 8, n);
+            }
+            for (int n = 0; n < kTile; ++n) part[n] = std::fma(p.rounded.scales[(row * w.blocks + b) * segments + s], static_cast<float>(sum[n]), part[n]);
+        }
+        for (int n = 0; n < kTile; ++n) {
+            part[n] = std::fma(-static_cast<float>(w.zeros[at * kTile + n]), p.rounded.sums[row * w.blocks + b], part[n]);
+            total[n] = std::fma(w.scales[at * kTile + n], part[n], total[n]);
+        }
+    }
+    for (int64_t n = 0; n < kTile && tile * kTile + n < w.columns; ++n) {
+        const int64_t column = tile * kTile + n;
+        p.y[row * p.y_stride + column] = w.bias ? total[n] + w.bias[column] : total[n];
+    }
+}
+
+void piece(const BlockwisePiece &p) {
+    for (int64_t row = p.row; row < p.row_end; ++row)
+        for (int64_t tile = p.tile; tile < p.tile_end; ++tile) one_tile(p, row, tile);
+}
+
+}  // namespace
+
+const BlockwiseFunctions blockwise_portable = {round_rows, piece};
+
+}  // namespace qforge

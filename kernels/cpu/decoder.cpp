@@ -1,0 +1,158 @@
+// One step of a decoder (decoder.h): what Context offers, called in order, with activations that stay in memory from step to step.
+#include "qforge/decoder.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "qforge/half.h"
+
+namespace qforge {
+namespace {
+
+Scratch allocate(int64_t floats) {
+    const size_t bytes = (static_cast<size_t>(floats) * sizeof(float) + 63) / 64 * 64;
+    Scratch room(static_cast<float *>(std::aligned_alloc(64, bytes)));
+    if (!room) throw std::bad_alloc();
+    return room;
+}
+
+int64_t columns(const Product &product) {
+    int64_t sum = 0;
+    for (const Part &part : product) sum += part.weight.columns;
+    return sum;
+}
+
+float value_at(const Embedding &e, int64_t index) {
+    if (e.format == Format::F32) return static_cast<const float *>(e.table)[index];
+    const uint16_t bits = static_cast<const uint16_t *>(e.table)[index];
+    if (e.format == Format::F16) return half_to_float(bits);
+    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+    float f;
+    std::memcpy(&f, &wide, 4);
+    return f;
+}
+
+}  // namespace
+
+Decoder::Decoder(Context &context, const DecoderShape &shape, const Embedding &embedding, const float *norm, std::vector<Layer> layers, Product head)
+    : context_(context), shape_(shape), embedding_(embedding), norm_(norm), layers_(std::move(layers)), head_(std::move(head)) {
+    widest_ = 2 * shape.intermediate;
+    for (const Layer &layer : layers_) widest_ = std::max(widest_, columns(layer.qkv));
+    candidates_.resize(static_cast<size_t>(context.threads()));
+}
+
+void Decoder::reserve(int64_t rows) {
+    if (rows <= reserved_) return;
+    int64_t narrow = std::max(shape_.intermediate, shape_.width), gathered = 0;
+    const auto measure = [&](const Product &product) {
+        for (const Part &part : product)
+            if (part.gather) gathered = std::max(gathered, part.weight.inputs());
+    };
+    for (const Layer &layer : layers_) {
+        narrow = std::max(narrow, layer.heads * layer.cache.head_dim);
+        for (const Product *p : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) measure(*p);
+    }
+    measure(head_);
+    for (Scratch *room : {&x_, &next_, &branch_}) *room = allocate(rows * shape_.width);
+    wide_ = allocate(rows * widest_);
+    narrow_ = allocate(rows * narrow);
+    gathered_ = allocate(rows * std::max<int64_t>(gathered, 1));
+    reserved_ = rows;
+}
+
+void Decoder::embed(const int64_t *tokens, int64_t rows) {
+    const Embedding &e = embedding_;
+    context_.rows(rows, 1 + 4096 / shape_.width, [&](int64_t first, int64_t end) {
+        for (int64_t r = first; r < end; ++r) {
+            const int64_t at = e.tiled ? tokens[r] / kTile * e.stride * kTile + tokens[r] % kTile : tokens[r] * e.stride, step = e.tiled ? kTile : 1;
+            float *x = x_.get() + r * shape_.width;
+            for (int64_t i = 0; i < shape_.width; ++i) x[i] = value_at(e, at + i * step) * e.scale;
+        }
+    });
+}
+
+void Decoder::product(const Product &product, const float *x, int64_t rows, float *y) {
+    if (rows == 0) return;
+    const int64_t y_stride = columns(product);
+    for (const Part &part : product) {
+        const float *from = x;
+        if (part.gather) {
+            const int64_t inputs = part.weight.inputs();
+            from = gathered_.get();
+            context_.rows(rows, 1 + 8192 / inputs, [&](int64_t first, int64_t end) {
+                for (int64_t r = first; r < end; ++r)
+                    for (int64_t i = 0; i < inputs; ++i) gathered_[r * inputs + i] = part.gather[i] < part.inputs ? x[r * part.inputs + part.gather[i]] : 0.0f;
+            });
+        }
+        if (part.elsewhere)
+            part.elsewhere(reinterpret_cast<uintptr_t>(from), rows, reinterpret_cast<uintptr_t>(y), y_stride);
+        else if (part.arithmetic == Arithmetic::INT8)
+            context_.linear_int8(part.weight, from, rows, part.weight.inputs(), part.static_scale, y, y_stride);
+        else
+            context_.linear(part.weight, from, rows, part.weight.inputs(), y, y_stride);
+        y += part.weight.columns;
+    }
+}
+
+void Decoder::attention(const Layer &layer, const Step &step) {
+    const RopeTables &rope = ropes_[static_cast<size_t>(layer.rope)];
+    const Attention a{layer.cache, wide_.get(), narrow_.get(), layer.heads, layer.window, layer.scale, layer.q_norm, layer.k_norm, shape_.norm_eps,
+                      rope.cosines, rope.sines, step.positions, step.slots, step.block_tables, step.table_stride};
+    context_.attention(a, step.rows, step.query_starts, step.sequences);
+}
+
+// Only the wanted rows of what goes on: after the last layer's attention nobody looks at the others any more.
+void Decoder::keep(const Step &step, int64_t attended) {
+    for (int64_t i = 0; i < step.num_wanted; ++i) {
+        const int64_t from = step.wanted[i];
+        if (from == i) continue;
+        std::memmove(x_.get() + i * shape_.width, x_.get() + from * shape_.width, static_cast<size_t>(shape_.width) * sizeof(float));
+        std::memmove(narrow_.get() + i * attended, narrow_.get() + from * attended, static_cast<size_t>(attended) * sizeof(float));
+    }
+}
+
+void Decoder::hidden(const Step &step) {
+    reserve(step.rows);
+    int64_t rows = step.rows;
+    embed(step.tokens, rows);
+    context_.norm({x_.get(), layers_[0].input_norm, next_.get(), shape_.width, shape_.norm_eps}, rows);
+    for (size_t i = 0; i < layers_.size(); ++i) {
+        const Layer &layer = layers_[i];
+        const bool last = i + 1 == layers_.size();
+        product(layer.qkv, next_.get(), rows, wide_.get());
+        attention(layer, step);
+        if (last && step.num_wanted < rows) {
+            keep(step, layer.heads * layer.cache.head_dim);
+            rows = step.num_wanted;
+        }
+        product(layer.output, narrow_.get(), rows, branch_.get());
+        context_.residual({x_.get(), branch_.get(), layer.post_attention_norm, layer.mlp_norm, next_.get(), shape_.width, shape_.norm_eps}, rows);
+        product(layer.gate_up, next_.get(), rows, wide_.get());
+        context_.gate({wide_.get(), narrow_.get(), shape_.intermediate, shape_.activation}, rows);
+        product(layer.down, narrow_.get(), rows, branch_.get());
+        context_.residual({x_.get(), branch_.get(), layer.post_mlp_norm, last ? norm_ : layers_[i + 1].input_norm, next_.get(), shape_.width, shape_.norm_eps}, rows);
+    }
+}
+
+void Decoder::logits(const Step &step, float *logits) {
+    const auto turn = context_.turn();
+    hidden(step);
+    product(head_, next_.get(), step.num_wanted, logits);
+}
+
+void Decoder::choose(const Step &step, const Sampling *sampling, int64_t *chosen) {
+    const auto turn = context_.turn();
+    hidden(step);
+    if (step.num_wanted > logit_rows_) {
+        logits_ = allocate(step.num_wanted * shape_.vocabulary);
+        logit_rows_ = step.num_wanted;
+    }
+    product(head_, next_.get(), step.num_wanted, logits_.get());
+    context_.tasks(step.num_wanted, [&](int64_t row, int thread) {
+        const float *row_logits = logits_.get() + row * shape_.vocabulary;
+        chosen[row] = sampling ? draw(row_logits, shape_.vocabulary, sampling[row], candidates_[static_cast<size_t>(thread)]) : most_likely(row_logits, shape_.vocabulary);
+    });
+}
+
+}  // namespace qforge

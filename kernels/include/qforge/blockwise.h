@@ -1,0 +1,48 @@
+// y = round(x) W^T (+ bias) for packed INT4 and INT8 weights (linear.h), with activations rounded on the fly in segments of 32 inputs: to 8 bits (fast), or to 16 (accurate).
+//
+// Rounding. A block of the weight is cut into segments of 32 inputs (the last may be shorter). For a segment with largest magnitude m, and most = 127 (INT8) or 32512 (INT16):
+//   scale = m / most;  code = round to nearest, ties to even, of x * (most / m).  Where m < 2^-100 scale and codes are 0; where m is no number or infinite, scale = NaN and codes are 0.
+//   A 16-bit code is kept as two bytes, code = 256 * high + low with low in [-128, 127], each of which multiplies weights by itself.
+//   sum of a block = 0; for each segment: sum = fma(scale, (float) (sum of its codes), sum)
+//
+// Sums. For each output: total = 0; for each block: part = 0;
+//   for each segment of it: part = fma(scale, (float) (exact int32 sum of code * weight code), part);
+//   part = fma(-zero, sum of the block, part);  total = fma(weight scale, part, total);  and at last y = total (+ bias)
+// so bits depend neither on other rows, nor on threads, nor on the instruction set.
+#pragma once
+
+#include <cstdint>
+
+#include "qforge/linear.h"
+
+namespace qforge {
+
+constexpr int64_t kSegment = 32;  // |sum| of 16-bit codes times bytes stays below 2^28; of one byte times 4-bit codes, by lanes of 8, below 2^15
+
+inline int64_t segments_of_block(const Weight &w) { return (w.block_k + kSegment - 1) / kSegment; }
+inline int64_t limbs(const Weight &w) { return w.activations == Activations::INT16 ? 2 : 1; }  // bytes of a code
+
+struct RoundedBlocks {
+    int8_t *codes;  // [rows][limbs][inputs()], the high byte first
+    float *scales;  // [rows][blocks][segments_of_block]
+    float *sums;    // [rows][blocks]
+};
+
+struct BlockwisePiece {
+    const Weight *weight;
+    RoundedBlocks rounded;
+    float *y;
+    int64_t y_stride, row, row_end, tile, tile_end;
+};
+
+struct BlockwiseFunctions {
+    void (*round_rows)(const Weight &weight, const float *x, int64_t x_stride, const RoundedBlocks &rounded, int64_t row, int64_t row_end);
+    void (*piece)(const BlockwisePiece &piece);
+};
+
+extern const BlockwiseFunctions blockwise_portable;
+extern const BlockwiseFunctions blockwise_avx2;
+extern const BlockwiseFunctions blockwise_avx_vnni;
+extern const BlockwiseFunctions blockwise_avx512_vnni;
+
+}  // namespace qforge

@@ -1,0 +1,96 @@
+// A decoder as data, and one step of it in one call: embedding, layers over a paged cache, norm, output head on the wanted rows, sampling. Families differ in data alone.
+//
+// Rows: T tokens of the step, of which L have their logits wanted. All activations are fp32, one row after the other.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "qforge/context.h"
+#include "qforge/sampler.h"
+
+namespace qforge {
+
+// A product that no kernel of this module runs: x [rows][inputs] -> y [rows][columns], y_stride floats from row to row
+using Elsewhere = std::function<void(uintptr_t x, int64_t rows, uintptr_t y, int64_t y_stride)>;
+
+enum class Arithmetic : int { FP32 = 0, INT8 = 1 };  // what activations are when they meet the weights: as they are, or rounded to int8 (Context::linear, linear_int8)
+
+struct Part {
+    Weight weight;
+    Arithmetic arithmetic;
+    float static_scale;     // INT8: 0, or the scale of all rows
+    int64_t inputs;         // of x; weight.inputs() counts padding too
+    const int64_t *gather;  // [weight.inputs()], the input at each place, `inputs` for zero; null where x is taken as it is
+    Elsewhere elsewhere;    // empty, or runs instead of `weight`, of which only `columns` counts
+};
+
+using Product = std::vector<Part>;  // weights that share their input; outputs stand side by side
+
+struct Layer {
+    const float *input_norm, *post_attention_norm, *mlp_norm, *post_mlp_norm;  // the two post norms: null where the family has none
+    const float *q_norm, *k_norm;                                              // null where the family has none
+    Product qkv, output, gate_up, down;
+    Cache cache;
+    int64_t heads, window, rope;  // rope: number of its table
+    float scale;
+};
+
+// Token embeddings: [vocabulary][width], or the tiles of a dense weight that is the output head too
+struct Embedding {
+    Format format;  // F32, F16 or BF16
+    const void *table;
+    bool tiled;
+    int64_t stride;  // inputs of a row, padding included
+    float scale;
+};
+
+struct DecoderShape {
+    int64_t width, intermediate, vocabulary;
+    float norm_eps;
+    Activation activation;
+};
+
+struct RopeTables {
+    const float *cosines, *sines;  // [positions][head_dim / 2]
+};
+
+struct Step {
+    const int64_t *tokens, *positions, *slots;  // [T]
+    const int32_t *block_tables;                // [sequences][table_stride]
+    const int32_t *query_starts;                // [sequences + 1]
+    const int64_t *wanted;                      // [L], rising
+    int64_t rows, sequences, table_stride, num_wanted;
+};
+
+class Decoder {
+  public:
+    Decoder(Context &context, const DecoderShape &shape, const Embedding &embedding, const float *norm, std::vector<Layer> layers, Product head);
+
+    void set_ropes(std::vector<RopeTables> ropes) { ropes_ = std::move(ropes); }
+    void logits(const Step &step, float *logits);                               // [L][vocabulary]
+    void choose(const Step &step, const Sampling *sampling, int64_t *chosen);  // [L]; sampling null: greedy
+
+  private:
+    void hidden(const Step &step);  // normed rows of the wanted tokens, in next_
+    void embed(const int64_t *tokens, int64_t rows);
+    void product(const Product &product, const float *x, int64_t rows, float *y);
+    void attention(const Layer &layer, const Step &step);
+    void keep(const Step &step, int64_t attended);
+    void reserve(int64_t rows);
+
+    Context &context_;
+    DecoderShape shape_;
+    Embedding embedding_;
+    const float *norm_;
+    std::vector<Layer> layers_;
+    Product head_;
+    std::vector<RopeTables> ropes_;
+    int64_t reserved_ = 0, widest_ = 0;
+    Scratch x_, next_, branch_, wide_, narrow_, gathered_, logits_;
+    int64_t logit_rows_ = 0;
+    std::vector<std::vector<Candidate>> candidates_;
+};
+
+}  // namespace qforge

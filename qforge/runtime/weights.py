@@ -1,0 +1,67 @@
+"""A decoder's weights, read and packed: what the native step and the reference both compute with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from qforge.ops.layers import AttentionParameters
+from qforge.ops.packing import Tiles, embed
+from qforge.runtime.linears import Linear
+from qforge.types import ModelSpec, RopeSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """One layer's weights. Norm weights are fp32 and hold the family's offset already; the two post norms are None where the family has none."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    attention: AttentionParameters
+    output: Linear
+    post_attention_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    post_mlp_norm: torch.Tensor | None
+    rope: RopeSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """Token embedding and output head; tied ones share one copy in memory, the head's tiles.
+
+    Attributes:
+        table: `[V, W]` in the dtype in which the model stores it, or those tiles.
+        logits: the output head.
+    """
+
+    table: torch.Tensor | Tiles
+    logits: Linear
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Rows of the table `[T, W]`, fp32."""
+        return embed(self.table, tokens) if isinstance(self.table, Tiles) else self.table[tokens].float()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """A whole model."""
+
+    spec: ModelSpec
+    layers: list[Layer]
+    norm: torch.Tensor
+    head: Head
+
+    def kernels(self) -> dict[str, int]:
+        """How many products each kernel runs."""
+        return dict(Counter(p.kernel for p in self._products()))
+
+    def nbytes(self) -> int:
+        """Bytes of all products' weights as their kernels read them: what a step reads, whatever its batch."""
+        return sum(part.nbytes for product in self._products() for part in product.parts)
+
+    def _products(self) -> list[Linear]:
+        return [*(p for layer in self.layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)), self.head.logits]

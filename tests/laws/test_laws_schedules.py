@@ -1,0 +1,90 @@
+"""Law 11, for logits: a sequence's logits are equal bit for bit whatever else is in the batch, for any thread count, cut of the prompt, block size, and place of blocks."""
+
+from __future__ import annotations
+
+import random
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "runtime"))
+from runtime_models import model, prompts, quantized
+
+from qforge.models.model import Model
+from qforge.runtime import LLM
+from qforge.runtime import sequence as seq
+from qforge.runtime.blocks import BlockPool
+from qforge.runtime.scheduler import Scheduler
+from qforge.runtime.sequence import FinishReason, SamplingParams
+from qforge.runtime.step import build_step
+
+MODELS = ["llama", "gemma3", "mistral", "qwen2", "qwen3", "int4-g32-asym", "int8-channel-sym+int8-token"]
+GIVEN, NEW = prompts(6, 60, seed=5), 4
+BLOCKS = 40
+
+
+@cache
+def opened(name: str) -> Model:
+    return quantized("llama", lambda n: name)[0] if name.startswith("int") else model(name)
+
+
+@cache
+def runtime(name: str, threads: int, block_size: int, kv_cache: str) -> LLM:
+    return LLM(opened(name), threads=threads, block_size=block_size, num_blocks=BLOCKS, kv_cache=kv_cache)
+
+
+def logits_of(llm: LLM, block_size: int, who: list[int], rng: random.Random | None) -> dict[int, torch.Tensor]:
+    """Each sequence's logits at every position that it is asked for. `rng` draws step budgets, places of blocks, arrivals, cancellations."""
+    draw = rng or random.Random(0)
+    scheduler = Scheduler(BlockPool(BLOCKS), block_size, 8, 512)
+    if rng is not None:
+        held = scheduler.pool.allocate(BLOCKS) or []
+        scheduler.pool.release(held)
+        scheduler.pool._free = sorted(held, key=lambda _: rng.random())  # hands out blocks in any order: a heap's order is not needed to be a pool
+    arriving = [seq.Sequence(i, list(GIVEN[i]), len(GIVEN[i]), SamplingParams(), 0, len(GIVEN[i]) + NEW, frozenset()) for i in who]
+    rows: dict[int, list[torch.Tensor]] = {i: [] for i in who}
+    while arriving or scheduler.waiting or scheduler.running:
+        for _ in range(draw.randint(1, 3) if rng else len(arriving)):
+            if arriving:
+                scheduler.add(arriving.pop(0))
+        scheduler._max_step_tokens = draw.choice([1, 3, 7, 20, 64, 512]) if rng else 512
+        pieces = scheduler.schedule()
+        logits = llm.runner.step(build_step(pieces, block_size))
+        scheduler.advance(pieces)
+        for row, sequence in zip(logits, [p.sequence for p in pieces if p.wants_logits], strict=True):
+            rows[sequence.id].append(row)
+            sequence.tokens.append(int(row.argmax()))
+            if len(sequence.tokens) >= sequence.limit:
+                scheduler.finish(sequence, FinishReason.LENGTH)
+        if rng and scheduler.running and draw.random() < 0.05:
+            scheduler._preempt(scheduler.running[-1])
+    return {i: torch.stack(r) for i, r in rows.items()}
+
+
+@cache
+def alone(name: str, kv_cache: str, i: int) -> torch.Tensor:
+    return logits_of(runtime(name, 1, 16, kv_cache), 16, [i], None)[i]
+
+
+def check(name: str, number: int) -> None:
+    rng = random.Random(number)
+    threads, block_size, kv_cache = rng.choice([1, 2, 3]), rng.choice([16, 32]), rng.choice(["fp32", "fp16", "int8"])
+    who = rng.sample(range(len(GIVEN)), rng.randint(1, len(GIVEN)))
+    for i, rows in logits_of(runtime(name, threads, block_size, kv_cache), block_size, who, rng).items():
+        assert torch.equal(rows, alone(name, kv_cache, i)), f"sequence {i} of schedule {number}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_have_the_same_bits_in_any_schedule(name: str) -> None:
+    for number in range(8):
+        check(name, number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_a_thousand_schedules(part: int) -> None:
+    for number in range(100 * part, 100 * part + 100):
+        check(MODELS[number % len(MODELS)], 1000 + number)

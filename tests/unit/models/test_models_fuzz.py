@@ -1,0 +1,143 @@
+"""Files damaged at random: `inspect` and the loaders read what is still sound or end with one clear error; no crash, no hang, no memory beyond what the file has.
+
+Seeds are fixed: the fast ring runs the first few hundred of the kinds below, the slow ring 100,000.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import tiny
+from mutations import bytes_changed, header_changed, header_end, json_changed
+
+from qforge import numerics
+from qforge.errors import QforgeError
+from qforge.export import exporter
+from qforge.export.gguf import GgufExporter
+from qforge.export.hf import write_artifact
+from qforge.export.inspection import inspect
+from qforge.models.gguf_header import read_gguf_header
+from qforge.models.model import open_model
+from qforge.models.shards import read_header
+from qforge.scheme import parse
+
+SLOWEST_S = 5.0
+MOST_BYTES = 512 << 20  # above what the test itself has: tiny files, and a config may ask for anything
+KINDS = ("compressed-tensors", "gptq", "awq", "plain")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model as each kind of checkpoint, and as GGUF."""
+    root = tmp_path_factory.mktemp("fuzz")
+    source = open_model(str(tiny.make(root / "plain", layers=1, hidden=32, intermediate=64, heads=2, kv_heads=1)))
+    schemes = {n.removesuffix(".weight"): parse("int4-g32-asym") for n in source.weights.names() if n.endswith("_proj.weight")}
+
+    def rounded(name: str) -> object:
+        weight = source.weights.read(f"{name}.weight").float()
+        return numerics.quantize(weight, schemes[name], *numerics.minmax_parameters(weight, schemes[name]))
+
+    write_artifact(root / "compressed-tensors", source, schemes, rounded, {})
+    artifact = open_model(str(root / "compressed-tensors"))
+    for name in ("gptq", "awq"):
+        exporter(name).write(artifact, root / name)
+    (path,) = GgufExporter().write(artifact, root)
+    path.rename(root / "model.gguf")
+    return root
+
+
+def attempt(action: Callable[[], object], seed: int) -> bool:
+    """Whether the action succeeded; a QforgeError of one line is the only failure."""
+    start, said = time.monotonic(), None
+    try:
+        action()
+    except QforgeError as e:
+        said = str(e)
+    assert time.monotonic() - start < SLOWEST_S, seed
+    assert said is None or len(said.strip().splitlines()) == 1, (seed, said)
+    return said is None
+
+
+def limited() -> None:
+    """From here on the process may take no more than MOST_BYTES of address space."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    limited()
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def safetensors_headers(files: Path, tmp_path: Path, seeds: range) -> int:
+    whole = (files / "gptq" / "model.safetensors").read_bytes()
+    path = tmp_path / "model.safetensors"
+    read = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        path.write_bytes(header_changed(whole, rng) if seed % 2 else bytes_changed(whole, rng, header_end(whole)))
+        read += attempt(lambda: read_header(path), seed)
+    return read
+
+
+def gguf_headers(files: Path, tmp_path: Path, seeds: range) -> int:
+    whole = (files / "model.gguf").read_bytes()
+    end = min(t.start for t in read_gguf_header(files / "model.gguf").tensors.values())
+    path = tmp_path / "model.gguf"
+    read = 0
+    for seed in seeds:
+        path.write_bytes(bytes_changed(whole, random.Random(seed), end))
+        read += attempt(lambda: read_gguf_header(path), seed)
+    return read
+
+
+def checkpoints(files: Path, tmp_path: Path, seeds: range) -> int:
+    """Folders whose config.json or weights are damaged, read whole by `inspect --check`."""
+    read = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        kind = KINDS[seed % len(KINDS)]
+        folder = tmp_path / f"c-{kind}"
+        if not folder.exists():
+            shutil.copytree(files / kind, folder)
+        name = rng.choice(("config.json", "config.json", "model.safetensors"))
+        whole = (files / kind / name).read_bytes()
+        changed = json_changed(whole, rng) if name.endswith("json") else header_changed(whole, rng) if seed % 3 else bytes_changed(whole, rng, len(whole))
+        (folder / name).write_bytes(changed)
+        read += attempt(partial(inspect, folder, check=True), seed)
+        (folder / name).write_bytes(whole)
+    return read
+
+
+def gguf_files(files: Path, tmp_path: Path, seeds: range) -> int:
+    """GGUF files read by `inspect`."""
+    whole = (files / "model.gguf").read_bytes()
+    path = tmp_path / "whole.gguf"
+    read = 0
+    for seed in seeds:
+        path.write_bytes(bytes_changed(whole, random.Random(seed), len(whole)))
+        read += attempt(lambda: inspect(path), seed)
+    return read
+
+
+@pytest.mark.parametrize(("damage", "count"), [(safetensors_headers, 1500), (gguf_headers, 1500), (checkpoints, 120), (gguf_files, 200)])
+def test_damaged_files_end_in_one_clear_error(files, tmp_path, little_memory, damage, count):
+    read = damage(files, tmp_path, range(count))
+    assert 0 < read < count
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("damage", "count"), [(safetensors_headers, 48_000), (gguf_headers, 48_000), (checkpoints, 2_000), (gguf_files, 2_000)])
+def test_a_hundred_thousand_damaged_files(files, tmp_path, little_memory, damage, count):
+    assert damage(files, tmp_path, range(10_000_000, 10_000_000 + count)) < count

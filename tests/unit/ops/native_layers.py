@@ -1,0 +1,43 @@
+"""The native layer operations one by one, as tensors: the decoder calls them inside one native step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from qforge.ops.layers import AttentionParameters, Batch
+from qforge.ops.native import context, module
+from qforge.ops.native_cache import NativeCache
+
+native: Any = module()
+ACTIVATIONS = {"silu": native.Activation.SILU, "gelu_pytorch_tanh": native.Activation.GELU_TANH}
+
+
+class NativeLayers:
+    def __init__(self, threads: int, isa: str, kv_cache: str = "fp32") -> None:
+        self._context, self._kv_cache = context(threads, isa), kv_cache
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        y = torch.empty_like(x)
+        self._context.norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], x.shape[1], eps)
+        return y
+
+    def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        y = x.new_empty(x.shape[0], x.shape[1] // 2)
+        self._context.gate(x.data_ptr(), y.data_ptr(), y.shape[0], y.shape[1], ACTIVATIONS[activation])
+        return y
+
+    def attention(self, qkv: torch.Tensor, a: AttentionParameters, cache: NativeCache, rope: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
+        """`qkv` is overwritten."""
+        out = qkv.new_empty(len(qkv), a.num_heads * a.head_dim)
+        q_norm, k_norm = (0 if n is None else n.data_ptr() for n in (a.q_norm, a.k_norm))
+        self._context.attention(
+            cache.view, qkv.data_ptr(), out.data_ptr(), a.num_heads, a.window, a.scale, q_norm, k_norm, a.norm_eps, rope[0].data_ptr(), rope[1].data_ptr(),
+            batch.positions.data_ptr(), batch.slots.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.shape[1], len(qkv), batch.query_starts.data_ptr(),
+            len(batch.query_starts) - 1,
+        )  # fmt: skip
+        return out
+
+    def cache(self, blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> NativeCache:
+        return NativeCache(self._kv_cache, blocks, block_size, num_kv_heads, head_dim)

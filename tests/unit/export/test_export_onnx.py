@@ -19,8 +19,8 @@ from qforge import pipeline
 from qforge.engines.onnx_runtime import OnnxRuntimeEngine, session
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import MissingCapabilityError, ModelError, UnsupportedError
-from qforge.export.onnx import OnnxExporter
 from qforge.export.agreement import agreement, next_token_logprobs
+from qforge.export.onnx import OnnxExporter
 from qforge.export.verify import verify
 from qforge.export.verify_onnx import read, verify_weights
 from qforge.models.model import open_model

@@ -16,9 +16,9 @@ from quantized_models import quantized
 from qforge.engines.onnx_runtime import OnnxRuntimeEngine, greedy, session
 from qforge.engines.runtime_engine import RuntimeEngine
 from qforge.engines.transformers_engine import TransformersEngine
+from qforge.export.agreement import agreement, next_token_logprobs, seeded_prompts
 from qforge.export.onnx import OnnxExporter
 from qforge.export.onnx_graph import Graph, Piece, Weight
-from qforge.export.agreement import agreement, next_token_logprobs, seeded_prompts
 from qforge.export.verify_onnx import read, verify_greedy, verify_weights
 from qforge.models.model import open_model
 from qforge.runtime.llm import LLM, SamplingParams

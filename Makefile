@@ -1,20 +1,21 @@
 # Everything runs in .venv inside this checkout. A fresh machine needs Python 3.11 or newer with venv, make, and (for the fast kernels) a C++20 compiler.
 #   make demo    a real model: merged, quantized, exported, checked; the report is in runs/demo
 #   make test    the fast ring         make test-slow   foreign engines, long flows
-#   make check   style, types, imports, generated pages
+#   make check   style, types, imports, generated pages    make engines   GPTQModel, for verifying GPTQ and AWQ exports
 # Variables: PYTHON=python3.12   PIP_ARGS="..." (passed to every pip install)
 
 PYTHON ?= python3
 PIP_ARGS ?=
 TORCH := torch==2.13.0
 BIN := .venv/bin
+ENGINES := $(or $(QFORGE_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qforge)/engines
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS)
 READY := .venv/.qforge-packages
 NATIVE := .venv/.qforge-native
 BUILT := .venv/.qforge-built
 KERNELS := CMakeLists.txt $(wildcard kernels/*/*.* kernels/*/*/*.*)
 
-.PHONY: setup demo test test-slow check bench docs clean
+.PHONY: setup demo test test-slow check bench docs engines clean
 .DELETE_ON_ERROR:
 
 setup: $(NATIVE)
@@ -50,6 +51,12 @@ check: setup
 
 bench: demo
 	$(BIN)/qforge bench runs/demo/model
+
+# Interpreters of foreign engines that want other versions than ours; the exports' verifiers find them there.
+engines:
+	$(PYTHON) -m venv $(ENGINES)/gptqmodel
+	$(ENGINES)/gptqmodel/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(TORCH)
+	$(ENGINES)/gptqmodel/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(TORCH) 'gptqmodel==7.6.0' 'optimum>=2,<3'
 
 docs: setup
 	$(BIN)/python docs/generate.py

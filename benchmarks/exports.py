@@ -2,7 +2,7 @@
 
     python benchmarks/exports.py --model DIR --text FILE --out OUT [--formats gptq,awq] [--save NAME]
 
-The model is rounded to nearest in each scheme (an export transcribes integers; who chose them does not matter), written as an artifact, exported and verified as `qforge export` does it.
+The model is rounded to nearest in each scheme (an export transcribes integers, whoever chose them), written as an artifact, exported and verified as `qforge export` does it.
 KL divergence is of the engine's next-token distributions from our runtime's over the same integers. An engine that is not installed here is a row that says so.
 """
 
@@ -39,14 +39,28 @@ from qforge.types import Verification
 
 RESULTS = Path(__file__).parent / "results"
 HELD = {"gptq", "awq"}  # also run by transformers, which takes them through GPTQModel's kernels
-ROWS = [
-    ("compressed-tensors", None, "int4-g32-sym"), ("compressed-tensors", None, "int4-g32-asym"), ("compressed-tensors", None, "int8-channel-sym"),
-    ("compressed-tensors", None, "int8-channel-sym+int8-token"), ("compressed-tensors", None, "fp8-e4m3-channel"), ("compressed-tensors", None, "fp8-e4m3-channel+fp8-e4m3-token"),
-    ("compressed-tensors", None, "fp8-e4m3-tensor+fp8-e4m3-token"), ("compressed-tensors", None, "fp8-e4m3-block32+fp8-e4m3-g32"), ("compressed-tensors", None, "nvfp4"),
-    ("compressed-tensors", None, "mxfp4"), ("bitsandbytes", None, "nf4-g32@u8/g256:f32"), ("gptq", None, "int4-g32-sym"), ("gptq", None, "int4-g32-asym"), ("gptq", None, "int8-channel-sym"),
-    ("awq", None, "int4-g32-sym"), ("awq", None, "int4-g32-asym"), ("gguf", "f32", "int4-g32-asym"), ("gguf", "q4_0", "int4-g32-sym"), ("gguf", "q5_0", "int4-g32-asym"),
+ROWS: list[tuple[str, str | None, str]] = [
+    ("gptq", None, "int4-g32-sym"),
+    ("gptq", None, "int4-g32-asym"),
+    ("gptq", None, "int8-channel-sym"),
+    ("awq", None, "int4-g32-sym"),
+    ("awq", None, "int4-g32-asym"),
+    ("compressed-tensors", None, "int4-g32-sym"),
+    ("compressed-tensors", None, "int4-g32-asym"),
+    ("compressed-tensors", None, "int8-channel-sym"),
+    ("compressed-tensors", None, "int8-channel-sym+int8-token"),
+    ("compressed-tensors", None, "fp8-e4m3-channel"),
+    ("compressed-tensors", None, "fp8-e4m3-channel+fp8-e4m3-token"),
+    ("compressed-tensors", None, "fp8-e4m3-tensor+fp8-e4m3-token"),
+    ("compressed-tensors", None, "fp8-e4m3-block32+fp8-e4m3-g32"),
+    ("compressed-tensors", None, "nvfp4"),
+    ("compressed-tensors", None, "mxfp4"),
+    ("bitsandbytes", None, "nf4-g32@u8/g256:f32"),
+    ("gguf", "f32", "int4-g32-asym"),
+    ("gguf", "q4_0", "int4-g32-sym"),
+    ("gguf", "q5_0", "int4-g32-asym"),
     ("gguf", "q8_0", "int8-channel-sym"),
-]  # fmt: skip
+]
 
 
 def main() -> int:
@@ -62,12 +76,16 @@ def main() -> int:
             for row in measured(source, format_name, kind, scheme, args.out, prompts):
                 rows.append(row)
                 print(line(row), flush=True)
-    if args.save:
-        content = {"model": args.model.name, "text": args.text.name, "positions": len(prompts), "date": time.strftime("%Y-%m-%d"), "environment": environment(), "rows": rows}
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"exports-{args.save}.json").write_text(json.dumps(content, indent=1) + "\n")
-        (RESULTS / f"exports-{args.save}.md").write_text(page(content))
+            if args.save:
+                save(args, len(prompts), rows)
     return 1 if any(r["weights_equal"] is False for r in rows) else 0
+
+
+def save(args: argparse.Namespace, positions: int, rows: list[dict[str, Any]]) -> None:
+    content = {"model": args.model.name, "text": args.text.name, "positions": positions, "date": time.strftime("%Y-%m-%d"), "environment": environment(), "rows": rows}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"exports-{args.save}.json").write_text(json.dumps(content, indent=1) + "\n")
+    (RESULTS / f"exports-{args.save}.md").write_text(page(content))
 
 
 def arguments() -> argparse.Namespace:

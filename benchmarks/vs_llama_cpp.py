@@ -2,10 +2,11 @@
 
     python benchmarks/vs_llama_cpp.py ARTIFACT [--gguf FILE ...] [--activations int8] [--llama-python PYTHON] [--save NAME]
 
-ARTIFACT is a qforge artifact whose GGUF export llama.cpp runs (q4_0 or q4_1, whichever holds its codes; made in a temporary folder unless --gguf names files; of several the best counts).
+ARTIFACT is a qforge artifact whose GGUF export llama.cpp runs (q4_0 or q4_1, whichever holds its codes; made in a temporary folder unless --gguf names files; of several the
+best counts).
 decode: one sequence, 127 tokens after 3. prefill: 512 tokens. mixed: 32 requests at once, prompts of 32-512 and outputs of 16-256 tokens (seed 0), end-of-text ignored.
-One sequence runs through llama.cpp's C API where PYTHON has llama_cpp (no sampling is timed there; ours samples), else through the xllamacpp server's own clock; mixed always through
-that server, with 32 slots. Keys and values are kept in 16 bits by both.
+One sequence runs through llama.cpp's C API where PYTHON has llama_cpp (no sampling is timed there; ours samples), else through the xllamacpp server's own clock; mixed always
+through that server, with 32 slots. Keys and values are kept in 16 bits by both.
 """
 
 from __future__ import annotations
@@ -109,10 +110,11 @@ def work(python: Path, script: str, request: dict[str, Any], folder: Path) -> di
 def page(content: dict[str, Any]) -> str:
     """The table."""
     machine = content["environment"]
+    first = content["rounds"][0]
     head = [
         f"# qforge beside llama.cpp ({content['activations']} activations, {content['threads']} threads)", "", f"`{content['command']}`", "",
-        f"{content['rounds'][0]['ours']['version']}; llama.cpp: {content['rounds'][0]['llama.cpp']['version']}, {content['rounds'][0]['llama.cpp']['gguf']}; {machine.get('cpu', '')}, "
-        f"{machine['instruction_set']}, memory read at {machine['read_bandwidth'] / 1e9:.1f} GB/s. Medians of {len(content['rounds'])} rounds, both in turn.", "",
+        f"{first['ours']['version']}; llama.cpp: {first['llama.cpp']['version']}, {first['llama.cpp']['gguf']}; {machine.get('cpu', '')}, {machine['instruction_set']}, "
+        f"memory read at {machine['read_bandwidth'] / 1e9:.1f} GB/s. Medians of {len(content['rounds'])} rounds, both in turn.", "",
         "| | qforge | llama.cpp | ratio |", "|---|---|---|---|",
     ]  # fmt: skip
     return "\n".join(head + [line for name in ROWS if (line := row(name, content["rounds"])) is not None])

@@ -98,7 +98,8 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, chosen: Mapping[
     tokens = recipe.calibration.samples * recipe.calibration.sequence_length if needed else 0
     widest = max((p.in_features for p in layers if p.scheme is not None), default=0)
     # both streams, in the journal and on their way (16 D); the unquantized block's inputs in half precision; what a block's code has left behind where it waits (12 D, two widest)
-    spilled = tokens * (34 * blocks.hidden_size + 10 * widest)
+    # a tuned block's inputs are kept once more (4 D)
+    spilled = tokens * ((38 if "targets" in needed else 34) * blocks.hidden_size + 10 * widest)
     disk = total + sum(export_bytes(e.type, parameters, total) for e in recipe.export) + 2 * weights + spilled
     return Plan(layers, quantizer, transforms, options, needed, parameters, total, bits_per_weight, total / (2 * parameters), disk, tuple(notes))
 

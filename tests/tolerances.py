@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-# kernel -> relative error, of the activations that it multiplies. All but one sum in fp32; for 16 to 4096 inputs, blocked sums stay within a few units of 2**-24.
+# kernel -> relative error, of the activations that it multiplies (for the two that round by segments, native-a8 and -a16: of the activations before). All but one of the others sum
+# in fp32; for 16 to 4096 inputs, blocked sums stay within a few units of 2**-24.
 KERNELS = {
     "native": 5e-7,
     "native-int8": 5e-7,
+    "native-a16": 1e-4,
+    "native-a8": 2.5e-2,
     "native-dense": 5e-7,
     "reference": 1e-6,
 }
 # (operation) -> largest relative error of a native layer operation against fp64
 LAYERS = {"norm": 3e-7, "gate": 6e-7, "attention": 2e-6, "attention fp16": 2e-3, "attention int8": 4e-2}
+# How far the perplexity of a model may lie from that of the fp32 product over the same integers, relative, by --activations
+PERPLEXITY = {"fp": 5e-4, "int8": 5e-3}
 # Logits of tiny seeded models (standard deviation about 2) against transformers in fp32, largest absolute difference
 LOGITS = 1e-4
+# How far the logit of a greedy token may lie below the largest one by transformers in fp32, where activations are rounded to 16 bits
+TIES = 2e-3

@@ -1,4 +1,7 @@
-"""Times one sequence through llama.cpp's C API (llama-cpp-python): no sampling, no logits copied. A request file in, JSON out (the last line). Standard library and llama_cpp only."""
+"""Times one sequence through llama.cpp's C API (llama-cpp-python): no sampling, no logits copied. A request file in, JSON out (the last line).
+
+Standard library and llama_cpp only.
+"""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ def gather(blocks: BlockModel, names: Collection[str], windows: torch.Tensor, ro
 
     Args:
         blocks: the merged model.
-        names: the linears.
+        names: of linears, and of blocks (`BlockModel.block_names`), whose outputs are those of their last layer and what passes by it.
         windows: calibration token ids `[B, T]`, of which the first `TOKENS` are taken. KL on stories15M (3, 10 sweeps): 4,096 tokens .0310, .0314; 16,384 .0312, .0293.
         room: keeps what blocks take.
-        save: given a block's index and, by linear, `[O, O]` in half precision with a mean diagonal of 1 (missing where no gradient came to be, zero where all were).
+        save: given a block's index and, by name, `[O, O]` in half precision with a mean diagonal of 1 (missing where no gradient came to be, zero where all were).
         progress: told of every block, twice.
     """
     wanted = frozenset(names)

@@ -40,13 +40,14 @@ def backwards(blocks: BlockModel, kept: list[list[Kept]], last: Sequence[torch.T
         blocks: the model.
         kept: what each block took, by block and batch; used up.
         last: what the last block gave, `[B, T, D]`, batch by batch.
-        watch: called with a linear's name and the gradient of log p(y) by its outputs, `[B, T, O]`, batch by batch; for the output head, with roots of expected squares, `[N, V]`.
+        watch: called with a linear's name, or a block's, and the gradient of log p(y) by its outputs, `[B, T, O]`; for the head, with roots of expected squares, `[N, V]`.
         progress: told of every block.
     """
     gradients = _by_last(blocks, last, watch)
     for index in progress.track(range(blocks.num_blocks - 1, -1, -1), "gradients", blocks.num_blocks):
         with blocks.block(index) as module, fast_products(module), _watched(blocks.linears(index), watch):
             for i, inputs in enumerate(kept.pop()):
+                watch(blocks.block_names[index], gradients[i])
                 x = inputs.load().float().requires_grad_()
                 inputs.free()
                 gradients[i] = torch.autograd.grad(blocks.run(index, module, x, gradients=True), x, gradients[i])[0]

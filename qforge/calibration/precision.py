@@ -1,6 +1,6 @@
 """In which precision calibration runs a block: what its linears multiply is rounded to bf16 where the CPU has instructions for that, twice as fast as fp32; all else is fp32.
 
-An output then has an error of about .002 of its size, where rounding to int4 makes one of .05 and more, and independent from token to token, so that sums over tokens hardly know it.
+An output then has an error of about .002 of its size, where rounding to int4 makes one of .05 and more, and independent from token to token, so that sums hardly know it.
 (torch.autocast would do it, but makes outputs bf16, which modelling code that adds in place refuses.)
 
 Letters: O output features, I input features.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from qforge.methods import native
 @contextlib.contextmanager
 def fast_products(module: nn.Module) -> Iterator[None]:
     """While open, the linears in a module multiply in bf16, where that is faster; inputs and outputs stay what they are."""
-    linears = [m for m in module.modules() if type(m) is nn.Linear] if native.has_bf16_products() else []
+    linears: list[Any] = [m for m in module.modules() if type(m) is nn.Linear] if native.has_bf16_products() else []
     for linear in linears:
         linear.forward = functools.partial(_forward, linear)
     try:

@@ -25,7 +25,9 @@ from qforge.calibration.room import Kept, Room
 from qforge.calibration.statistics import Sums
 from qforge.calibration.store import Hidden, Piece, Store
 from qforge.calibration.transforms import PROBE, Folds, choose_folds
-from qforge.methods import Options, Quantizer, Stats, Transform, statistics_needed
+from qforge.calibration.tuning import TunedBlock, step_rows, tune
+from qforge.methods import BlockTuner, Options, Quantizer, Stats, Transform, statistics_needed
+from qforge.methods.coupled import damped
 from qforge.models.blocks import BlockModel, release
 from qforge.progress import Progress
 from qforge.qlinear import QuantizedLinear
@@ -62,6 +64,7 @@ class Job:
         options: of the method.
         room: keeps activations.
         transforms: fold factors into a block's weights before it is quantized, in this order.
+        tuner: improves the linears of a block together once all are quantized; None for methods that do not.
         outputs: how the outputs of a block's linears weigh against each other (`fisher.py`), by linear, for methods that ask; they are the unquantized model's.
     """
 
@@ -71,12 +74,18 @@ class Job:
     options: Options
     room: Room = field(default_factory=Room)
     transforms: tuple[Transform, ...] = ()
+    tuner: BlockTuner | None = None
     outputs: Callable[[int], Hidden] = lambda index: {}
 
     @property
     def needs(self) -> frozenset[str]:
         """Statistics to gather."""
         return statistics_needed(self.quantizer, self.schemes.values(), self.options)
+
+    @property
+    def follows_original(self) -> bool:
+        """Whether the unquantized model goes through the blocks, too."""
+        return not self.needs.isdisjoint({"cross", "targets"})
 
 
 def quantize_blocks(job: Job, windows: torch.Tensor | None, store: Store, progress: Progress) -> None:
@@ -113,8 +122,11 @@ def _inputs_of(job: Job, index: int, windows: torch.Tensor, store: Store) -> Str
     """Hidden states that block `index` takes: the newest kept ones, replayed through the finished blocks after them."""
     batches = windows.split(max(1, BATCH_TOKENS // windows.shape[1]))
     found = next(((done, hidden) for done in range(index - 1, -1, -1) if (hidden := store.load_hidden(done)) is not None), None)
-    streams = Streams([], [] if "cross" in job.needs else None, torch.empty(0))
+    streams = Streams([], [] if job.follows_original else None, torch.empty(0))
     with job.room.clock.part("load"):
+        steps = [] if job.tuner is None else [b[rows] for b in (batches[0], batches[-1]) for rows in step_rows(*b.shape)]
+        for _ in job.blocks.embed(steps):
+            pass
         for embedded in job.blocks.embed([windows[:1, :PROBE], *batches]):  # also records what blocks are called with
             if not streams.probe.numel():
                 streams.probe = embedded
@@ -205,15 +217,17 @@ def _quantize_in_order(
     def run(hidden: torch.Tensor) -> torch.Tensor:
         return job.blocks.run(index, module, hidden)
 
-    originals = Originals(job.room, run, linears, streams.original, folds) if streams.original is not None else None
+    originals = Originals(job.room, run, linears if "cross" in job.needs else {}, streams.original, folds) if streams.original is not None else None
     folds.apply(module)
+    inputs = [] if job.tuner is None else [job.room.keep(x.load()) for x in streams.quantized]
+    targets: dict[str, torch.Tensor] = {}
     roundings: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
     outputs: list[Kept] = []
     weighing = job.outputs(index)
     stats: Stats | None = None
     passed: nn.Linear | None = None
     for stop in lockstep(linears, run, streams.quantized, outputs, job.room, roundings):
-        if passed is not None:
+        if passed is not None and job.tuner is None:
             release(passed)  # every batch that runs it has done so
         linear = passed = linears[stop.name]
         if not stop.repeated or stats is None:
@@ -223,11 +237,19 @@ def _quantize_in_order(
             largest[_kind(stop.name)] = torch.maximum(stats.absmax, largest.get(_kind(stop.name), stats.absmax))
         with job.room.clock.part("solve"):
             stats.outputs = folds.weighed(stop.name, weighing[stop.name].load()) if stop.name in weighing else None
+            if job.tuner is not None:
+                targets[stop.name] = linear.weight.detach()
             q, _ = done[stop.name] = quantize_linear(stop.name, linear.weight.detach(), job.schemes[stop.name], job.quantizer, stats, job.options)
             linear.weight = nn.Parameter(numerics.dequantize(q), requires_grad=False)
         rounding = numerics.input_rounding(q.scheme, q.input_scale)
         if rounding is not None:
             roundings[stop.name] = rounding
+    if job.tuner is not None and streams.original is not None:
+        weighed = weighing.get(job.blocks.block_names[index])
+        start = {name: q for name, (q, _) in done.items()}
+        block = TunedBlock(job.blocks, index, module, linears, start, targets, inputs, streams.original, None if weighed is None else damped(weighed.load()), roundings)
+        with job.room.clock.part("tune"):
+            done |= tune(block, job.tuner, job.options, done, job.room, outputs)
     streams.quantized[:] = outputs
 
 

@@ -9,7 +9,7 @@ import click
 
 @click.command("export", help="Write ARTIFACT in another format, read it back, and run it where an engine for it is at hand.")
 @click.argument("artifact")
-@click.option("--format", "format_name", required=True, help="gguf, gptq, ...")
+@click.option("--format", "format_name", required=True, help="gguf, gptq, awq, compressed-tensors or bitsandbytes.")
 @click.option("--type", "type_name", help="The format's own type, for example q4_0; the scheme decides unless given.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write.")
 def command(artifact: str, format_name: str, type_name: str | None, out: Path | None) -> None:

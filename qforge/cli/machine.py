@@ -15,6 +15,7 @@ from typing import Any
 from qforge import __version__
 
 _FEATURES = ("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve")
+_SCHEMES = ("int4-g128-sym", "int8-channel-sym", "w8a8-int8", "fp8-dynamic", "nf4")
 _REINSTALL = "install qforge again: pip install qforge"
 
 
@@ -69,6 +70,7 @@ def describe_machine() -> dict[str, Any]:
         "disk": {"folder": ".", "free_bytes": shutil.disk_usage(".").free, "total_bytes": shutil.disk_usage(".").total},
         "gpus": _gpus(),
         "native": native,
+        "kernels": _kernels(),
         "packages": [{"name": p.name, "version": p.version, "required": p.required, "purpose": p.purpose, "get": p.get} for p in packages],
     }
     return {**facts, "problems": _problems(packages, native), "ready": all(p.version for p in packages if p.required)}
@@ -108,6 +110,16 @@ def _native() -> dict[str, Any]:
     except ImportError:
         return {"present": False, "instruction_sets": []}
     return {"present": True, "instruction_sets": list(module.instruction_sets())}
+
+
+def _kernels() -> dict[str, dict[str, str]]:
+    """By scheme and kind of activations: the kernel that the runtime takes here, and why not a faster one."""
+    if importlib.util.find_spec("torch") is None:
+        return {}
+    from qforge.ops.select import explained
+    from qforge.scheme import parse
+
+    return {scheme: explained(parse(scheme), (4096, 4096)) for scheme in _SCHEMES}
 
 
 def _gpus() -> list[dict[str, Any]]:

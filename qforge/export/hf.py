@@ -13,6 +13,7 @@ import torch
 from transformers import PretrainedConfig
 
 from qforge.errors import NumericalError, UnsupportedError
+from qforge.export.card import write_card
 from qforge.export.writer import SHARD_BYTES, Piece, write_safetensors
 from qforge.files import atomic_folder, write_text
 from qforge.layouts import checkpoint
@@ -65,6 +66,7 @@ def write_artifact(
         write_json(temporary / "config.json", config)
         copy_assets(model.assets, temporary)
         write_json(temporary / PROVENANCE, dict(provenance))
+        write_card(temporary, str(config["quantization_config"]["quant_method"]) if schemes else "plain", provenance)
 
 
 def write_checkpoint(

@@ -17,6 +17,8 @@ from qforge.models.config import read_json
 from qforge.models.gguf_header import GgufHeader, read_gguf_header
 from qforge.models.model import Model, open_model
 from qforge.models.shards import Shards, find
+from qforge.ops.select import explained
+from qforge.runtime.decoder import supports
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings")
 
@@ -69,6 +71,7 @@ def _directory(path: Path, check: bool) -> dict[str, Any]:
         "tensor_types": _counted([str(i.dtype).removeprefix("torch.") for i in stored]),
         "metadata": {key: getattr(model.config, key, None) for key in _SIZES},
         "linears": linears,
+        "runtime": {"runs": supports(model.spec) is None, "reason": supports(model.spec)},
         "provenance": read_json(path / PROVENANCE) if (path / PROVENANCE).exists() else None,
         "sound": True,
         "checked": "all tensors read" if check else "headers, sizes and shapes",
@@ -85,7 +88,8 @@ def _kind(path: Path) -> str:
 def _linear(model: Model, name: str) -> dict[str, Any]:
     scheme, shape = model.schemes[name], weight_shape(model, name)
     weights = shape[0] * shape[1]
-    return {"name": name, "scheme": str(scheme), "shape": list(shape), "weights": weights, "bits_per_weight": round(scheme.storage_bits(*shape) / weights, 4)}
+    bits = round(scheme.storage_bits(*shape) / weights, 4)
+    return {"name": name, "scheme": str(scheme), "shape": list(shape), "weights": weights, "bits_per_weight": bits, "kernels": explained(scheme, (shape[0], shape[1]))}
 
 
 def _read_all(model: Model) -> None:
@@ -126,6 +130,12 @@ def _counted(items: list[str]) -> dict[str, int]:
     return dict(sorted(Counter(items).items(), key=lambda pair: (-pair[1], pair[0])))
 
 
+def _kernels(linears: list[dict[str, Any]]) -> dict[str, str]:
+    """By kind of activations: which kernels run how many linears here."""
+    kinds = linears[0]["kernels"] if linears else {}
+    return {kind: ", ".join(f"{name} ({count})" for name, count in _counted([e["kernels"][kind] for e in linears]).items()) for kind in kinds}
+
+
 def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
@@ -138,6 +148,10 @@ def summary(found: Mapping[str, Any]) -> Iterator[str]:
     if found["schemes"]:
         of = "matrices" if found["kind"] == "GGUF file" else "linears"
         yield f"schemes:    {', '.join(f'{scheme} ({count} {of})' for scheme, count in found['schemes'].items())}"
+    for kind, names in _kernels(found.get("linears", [])).items():
+        yield f"kernels:    {names} with --activations {kind}"
+    if found.get("runtime", {}).get("reason"):
+        yield f"runtime:    {found['runtime']['reason']}; transformers runs it"
     yield f"tensors:    {', '.join(f'{count} {kind}' for kind, count in found['tensor_types'].items())}"
     for key, value in found["metadata"].items():
         if value is not None:

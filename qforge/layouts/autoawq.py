@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from qforge.errors import ModelError, UnsupportedError
-from qforge.layouts.base import expect_finite, expect_shape, take
+from qforge.layouts.base import expect_finite, expect_shape, take_matrix
 from qforge.layouts.bits import pack_words, unpack_words
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Granularity, Number, Per, ScaleFormat, ScaleType, Scheme, Symmetry
@@ -74,8 +74,8 @@ class AutoAwq:
         Raises:
             ModelError: a tensor is missing, its shape or type does not fit the scheme, or a symmetric scheme meets other zero points than 8.
         """
-        scales = expect_finite(take(tensors, "scales", NAME), "scales", NAME).T.contiguous()
-        qweight, qzeros = _words(tensors, "qweight"), _words(tensors, "qzeros")
+        scales = expect_finite(take_matrix(tensors, "scales", NAME, torch.float16, torch.bfloat16, torch.float32), "scales", NAME).T.contiguous()
+        qweight, qzeros = take_matrix(tensors, "qweight", NAME, torch.int32), take_matrix(tensors, "qzeros", NAME, torch.int32)
         out_features, in_features = qweight.shape[1] * _WORD, qweight.shape[0]
         shape = scheme.scale_shape(out_features, in_features)
         expect_shape(scales, shape, "scales (transposed)", NAME)
@@ -108,7 +108,7 @@ def read_config(config: Mapping[str, Any], quantized: Sequence[str], read: Calla
     granularity = Granularity(Per.CHANNEL) if group == -1 else Granularity(Per.GROUP, group, 1)
     asymmetric = Scheme(Number.INT4, granularity, Symmetry.ASYM, ScaleFormat(ScaleType.F16))
     symmetric = Scheme(Number.INT4, granularity, Symmetry.SYM, ScaleFormat(ScaleType.F16))
-    return {name: symmetric if (_unpack(_words({"qzeros": read(f"{name}.qzeros")}, "qzeros")) == _MIDDLE).all() else asymmetric for name in quantized}
+    return {name: symmetric if (_unpack(take_matrix({"qzeros": read(f"{name}.qzeros")}, "qzeros", NAME, torch.int32)) == _MIDDLE).all() else asymmetric for name in quantized}
 
 
 def _pack(values_OX: torch.Tensor) -> torch.Tensor:
@@ -123,10 +123,3 @@ def _unpack(words_XW: torch.Tensor) -> torch.Tensor:
     values = torch.empty_like(packed)
     values[..., list(ORDER)] = packed
     return values.flatten(1).T.contiguous()
-
-
-def _words(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    words = take(tensors, name, NAME)
-    if words.dtype != torch.int32 or words.dim() != 2:
-        raise ModelError(f"{NAME} tensor '{name}' is {words.dtype} {list(words.shape)}; packed values are a matrix of int32")
-    return words

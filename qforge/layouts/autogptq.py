@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from qforge.errors import ModelError, UnsupportedError
-from qforge.layouts.base import expect_finite, expect_group_index, expect_shape, take
+from qforge.layouts.base import expect_finite, expect_group_index, expect_shape, take_matrix
 from qforge.layouts.bits import pack_words, unpack_words, words_for
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Granularity, Number, Per, ScaleFormat, ScaleType, Scheme, Symmetry
@@ -84,15 +84,15 @@ class AutoGptq:
         Raises:
             ModelError: a tensor is missing, its shape does not fit the scheme, or a symmetric checkpoint has other zero points than the middle.
         """
-        scales = expect_finite(take(tensors, "scales", NAME), "scales", NAME).T.contiguous()
+        scales = expect_finite(take_matrix(tensors, "scales", NAME, torch.float16, torch.bfloat16, torch.float32), "scales", NAME).T.contiguous()
         index = tensors.get("g_idx")
-        qweight = take(tensors, "qweight", NAME)
+        qweight = take_matrix(tensors, "qweight", NAME, torch.int32)
         out_features = scales.shape[0]
         in_features = index.numel() if index is not None else qweight.shape[0] * 32 // scheme.bits
         columns = scheme.scale_shape(out_features, in_features)[1]
         expect_shape(scales, (out_features, columns), "scales (transposed)", NAME)
         expect_shape(qweight, (words_for(in_features, scheme.bits), out_features), "qweight", NAME)
-        qzeros = expect_shape(take(tensors, "qzeros", NAME), (columns, words_for(out_features, scheme.bits)), "qzeros", NAME)
+        qzeros = expect_shape(take_matrix(tensors, "qzeros", NAME, torch.int32), (columns, words_for(out_features, scheme.bits)), "qzeros", NAME)
         codes = unpack_words(qweight, scheme.bits, in_features, dim=0).T.contiguous()
         zeros = (unpack_words(qzeros, scheme.bits, out_features, dim=1) + (2 - self.version)).T.contiguous()
         if index is not None:

@@ -40,6 +40,14 @@ def take(tensors: Mapping[str, torch.Tensor], name: str, layout: str) -> torch.T
     return tensors[name]
 
 
+def take_matrix(tensors: Mapping[str, torch.Tensor], name: str, layout: str, *dtypes: torch.dtype) -> torch.Tensor:
+    """The tensor `name` if it is a matrix of one of `dtypes`, or a ModelError."""
+    tensor = take(tensors, name, layout)
+    if tensor.dim() != 2 or tensor.dtype not in dtypes:
+        raise ModelError(f"{layout} tensor '{name}' is {tensor.dtype} {list(tensor.shape)}; a matrix of {' or '.join(map(str, dtypes))} is readable")
+    return tensor
+
+
 def expect_shape(tensor: torch.Tensor, shape: tuple[int, ...], name: str, layout: str) -> torch.Tensor:
     """The tensor itself if it has `shape`, or a ModelError."""
     if tuple(tensor.shape) != shape:

@@ -7,13 +7,16 @@ from qforge.methods.awq import AWQ
 from qforge.methods.base import Options, Quantizer, Stats, statistics_needed
 from qforge.methods.gptq import GPTQ
 from qforge.methods.rtn import RTN
+from qforge.methods.signround import SignRound
 from qforge.methods.smoothquant import SmoothQuant
 from qforge.methods.transform import Transform
+from qforge.methods.tuning import BlockTuner
 
-__all__ = ["Options", "Quantizer", "Stats", "Transform", "available", "find", "find_transforms", "statistics_needed"]
+__all__ = ["BlockTuner", "Options", "Quantizer", "Stats", "Transform", "available", "find", "find_transforms", "find_tuner", "statistics_needed"]
 
-_QUANTIZERS: dict[str, Quantizer] = {q.name: q for q in (RTN(), GPTQ(), RTN("fp8"), RTN("nf4"), RTN("awq", search=True), RTN("smoothquant"))}
+_QUANTIZERS: dict[str, Quantizer] = {q.name: q for q in (RTN(), GPTQ(), RTN("fp8"), RTN("nf4"), RTN("awq", search=True), RTN("smoothquant"), SignRound())}
 _QUANTIZERS["auto"] = _QUANTIZERS["gptq"]  # what rounds, once schemes are chosen
+_TUNERS: dict[str, BlockTuner] = {"signround": SignRound()}
 _TRANSFORMS: dict[str, Transform] = {t.name: t for t in (AWQ(), SmoothQuant())}
 
 
@@ -38,3 +41,8 @@ def find(names: str | list[str] | tuple[str, ...]) -> Quantizer | None:
 def find_transforms(names: str | list[str] | tuple[str, ...]) -> tuple[Transform, ...]:
     """The transforms among the methods that a recipe names, in their order."""
     return tuple(_TRANSFORMS[name] for name in ([names] if isinstance(names, str) else names) if name in _TRANSFORMS)
+
+
+def find_tuner(names: str | list[str] | tuple[str, ...]) -> BlockTuner | None:
+    """What improves whole blocks after the quantizer that a recipe's `quantize.method` ends in; None for most methods."""
+    return _TUNERS.get(names if isinstance(names, str) else names[-1])

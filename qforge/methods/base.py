@@ -26,6 +26,7 @@ class Options:
         refine: after the rounding, sweeps of coordinate descent over codes and least squares over scales; 0 for none.
         fisher: weigh a linear's outputs by how much the model's predictions depend on them (`coupled.py`).
         smoothing: SmoothQuant's exponent, the share of the difficulty that moves from inputs into weights; None chooses one for each link.
+        steps: SignRound's, for each block.
     """
 
     damping: float = 0.2
@@ -35,6 +36,7 @@ class Options:
     refine: int = 3
     fisher: bool = False
     smoothing: float | None = None
+    steps: int = 200
 
 
 @dataclass(slots=True)

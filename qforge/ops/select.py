@@ -22,6 +22,11 @@ class Choice:
         return self.kernel.name + "".join(f" (not {name}: {reason})" for name, reason in self.passed_over)
 
 
+def explained(scheme: Scheme, shape: tuple[int, int], device: str = "cpu") -> dict[str, str]:
+    """For each kind of activations: the kernel that such a weight runs on, and why not a faster one."""
+    return {a: choose(scheme, shape, device, activations=a).explain() for a in ("fp", "int8")}
+
+
 def kernels(threads: int | None = None) -> list[Kernel]:
     """Every kernel, fastest first; the last one runs everything."""
     return [NativeRounded(8, threads), NativeRounded(16, threads), NativeInt8(threads), NativeKernel(threads), ReferenceKernel()]
@@ -35,11 +40,9 @@ def choose(scheme: Scheme, shape: tuple[int, int], device: str = "cpu", threads:
     """
     passed_over: list[tuple[str, str]] = []
     for kernel in kernels(threads):
-        if isinstance(kernel, NativeInt8 if scheme.activations is None else NativeRounded):
+        if isinstance(kernel, NativeInt8 if scheme.activations is None else NativeRounded) or (isinstance(kernel, NativeRounded) and kernel.bits == 8 and activations != "int8"):
             continue  # not a faster way to the same result
         reason = kernel.supports(scheme, shape, device)
-        if reason is None and isinstance(kernel, NativeRounded) and kernel.bits == 8 and activations != "int8":
-            reason = "activations are taken accurately; activations: int8 would round them"
         if reason is None:
             return Choice(kernel, tuple(passed_over))
         passed_over.append((kernel.name, reason))

@@ -33,7 +33,7 @@ FOREIGN_KEYS = {
     **dict.fromkeys(("torch_dtype", "precision"), "model.dtype"),
     **dict.fromkeys(("checkpoint_format", "export_to", "exports", "formats_to_export"), "export (a list: [{format: gguf, type: q4_0}])"),
     **dict.fromkeys(("outtype", "ftype", "gguf_type", "qtype"), "export: [{format: gguf, type: ...}]"),
-    **dict.fromkeys(("iters", "iterations", "steps"), "no field: the number of steps belongs to method signround, which chooses it itself"),
+    **dict.fromkeys(("iters", "iterations"), "quantize.options.steps (of method signround)"),
 }
 _PLAIN = {
     "missing": "is required",

@@ -154,6 +154,7 @@ class OptionsSection(_Section):
     smoothing: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None, description="SmoothQuant: share of the difficulty that moves from activations into weights (0.5 in the paper); null chooses one for each link by its output error."
     )
+    steps: int = Field(200, ge=1, le=10000, description="signround: steps of gradient descent for each decoder block; the time grows with them.")
     group_fallback: Literal["error", "adjust", "ignore"] = Field(
         "error", description="A layer whose width the group size does not divide: refuse the recipe, take the largest group that fits, or leave the layer unquantized."
     )

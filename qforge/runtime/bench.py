@@ -35,9 +35,7 @@ def measure(llm: LLM, activations: str = "fp", bandwidth: float | None = None) -
     steps = {batch: _decode(llm, batch, length) for batch in _BATCHES}
     first = [_timed(_prefill(llm, length, 1)) * 1e3 for _ in range(2 * _REPEATS)]
     return {
-        "prefill": [
-            {"tokens": n, "batch": b, "activations": activations, "tokens_per_second": n * b / _median(_prefill(llm, n, b))} for n, b in _PREFILL if n < room
-        ],
+        "prefill": [{"tokens": n, "batch": b, "activations": activations, "tokens_per_second": n * b / _median(_prefill(llm, n, b))} for n, b in _PREFILL if n < room],
         "decode": [_row(llm, activations, b, length, statistics.median(s), bandwidth) for b, s in steps.items()],
         "ttft_ms": _percentiles(first),
         "tpot_ms": _percentiles([s * 1e3 for s in steps[1]]),

@@ -69,14 +69,14 @@ def linear(weight: QuantizedLinear | Dense, threads: int | None = None, activati
         prepacked = choice.kernel.prepack(weight)
         packed = prepacked if isinstance(prepacked, Packed) else None
         return Linear(choice.explain(), (Part(lambda x: choice.kernel.run(x, prepacked), weight.out_features, weight.in_features, packed),))
-    shape = weight.weight.shape
+    out_features, in_features = weight.weight.shape
     if missing() is None:
         kernel = NativeDense(threads)
         tiles = kernel.prepack(weight.weight, weight.bias)
-        return Linear(kernel.name, (Part(lambda x: kernel.run(x, tiles), *shape, tiles),))
+        return Linear(kernel.name, (Part(lambda x: kernel.run(x, tiles), out_features, in_features, tiles),))
     # torch's matrix product: its bits may depend on the number of rows
     w, b = weight.weight.float(), None if weight.bias is None else weight.bias.float()
-    return Linear("torch", (Part(lambda x: torch.nn.functional.linear(x, w, b), *shape),))
+    return Linear("torch", (Part(lambda x: torch.nn.functional.linear(x, w, b), out_features, in_features),))
 
 
 def joined(weights: Sequence[QuantizedLinear | Dense], threads: int | None = None, activations: str = "fp") -> Linear:

@@ -33,7 +33,8 @@ class NativeDecoder:
     """
 
     def __init__(self, weights: Weights, *, num_blocks: int, block_size: int, threads: int | None = None, kv_cache: str = "fp32") -> None:
-        self.spec, self._weights, self._native = weights.spec, weights, module()
+        native: Any = module()
+        self.spec, self._weights, self._native = weights.spec, weights, native
         self._tables = {layer.rope: RopeTable(layer.rope, self.spec.head_dim) for layer in weights.layers}
         self._caches = [NativeCache(kv_cache, num_blocks, block_size, self.spec.num_kv_heads, self.spec.head_dim) for _ in weights.layers]
         layers = [self._layer(layer, cache) for layer, cache in zip(weights.layers, self._caches, strict=True)]

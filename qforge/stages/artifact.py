@@ -17,6 +17,7 @@ from qforge.calibration.sequential import Job, quantize_blocks
 from qforge.clock import Clock
 from qforge.export.hf import write_artifact
 from qforge.files import sha256_tree, size_of
+from qforge.methods import find_tuner
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
 from qforge.plan import Plan
@@ -55,10 +56,12 @@ def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, 
     pieces = BlockPieces(journal, root, stages)
     if plan.quantizer is not None:
         room = Room(journal.folder, budget, clock)
+        tuner = find_tuner(recipe.quantize.method)
         if calibration is not None and "outputs" in plan.needs and not pieces.weighed:
+            wanted = [*plan.schemes, *(blocks.block_names if tuner is not None else ())]
             with clock.part("gradients"):
-                fisher.gather(blocks, plan.schemes, calibration.ids, room, pieces.save_outputs, progress)
-        job = Job(blocks, plan.quantizer, plan.schemes, plan.options, room, plan.transforms, pieces.outputs)
+                fisher.gather(blocks, wanted, calibration.ids, room, pieces.save_outputs, progress)
+        job = Job(blocks, plan.quantizer, plan.schemes, plan.options, room, plan.transforms, tuner, pieces.outputs)
         quantize_blocks(job, None if calibration is None else calibration.ids, pieces.store(), progress)
         pieces.drop_states()
     return pieces

@@ -10,6 +10,7 @@ import torch
 
 from qforge.calibration.fisher import TOKENS
 from qforge.calibration.room import BUDGET
+from qforge.calibration.tuning import STEP_TOKENS
 from qforge.errors import RecipeError
 from qforge.models.blocks import BlockModel
 from qforge.plan import Plan
@@ -19,11 +20,13 @@ RUNTIME = 70 << 20  # what evaluating adds to that
 BATCH_TOKENS = 1024  # of calibration.sequential
 CHUNK = 128  # positions whose logits exist at once
 ACTIVATIONS = "activations of the calibration text, up to their budget"
-FACTOR_BYTES = 12  # of an element of the factor while it is made: fp64, and fp32 at the end
+FACTOR_BYTES = 8  # of an element of the factor while it is made: in fp32, and turned
 SOLVING_BYTES = 16  # of an element of a weight while it is solved or judged: its target and three arrays on the way
 # What a block takes beside its products at full speed, measured on TinyLlama's shape: norms, attention and activations; conversions; and in products of
 # [O, I] and [I, I], what correcting, solving and judging a linear takes, and refining it.
 FORWARD, STATISTICS, SOLVE, CORRECT, REFINE, SWEEP = 1.25, 1.15, 6.5, 3.0, 1.0, 4.6
+TUNED_BYTES = 28  # of a weight while its block is tuned: target, position, what is tried, gradient and what they are made with
+TUNE = 2.5  # the same in tuning, forward and back, in half precision
 SPILL_RATE = 2e9  # bytes a second to and from the page cache
 SCORING_COPIES = 8  # fp32 arrays [CHUNK, vocabulary] that comparing two models holds
 
@@ -90,12 +93,14 @@ class _Block:
         inputs: widths of distinct inputs, and that share.
         streams: 2 where the unquantized model runs beside the quantized one.
         solves: whether a factor is made of the statistics.
+        steps: of tuning the block as a whole.
     """
 
     shapes: list[tuple[int, int, float]]
     inputs: list[tuple[int, float]]
     streams: int
     solves: bool
+    steps: int
 
     @property
     def weights(self) -> int:
@@ -116,13 +121,19 @@ def _block(plan: Plan, blocks: BlockModel) -> _Block:
     for p in layers:
         by_module.setdefault(p.name.rpartition(".")[0], []).append((p.in_features, blocks.experts.get(p.name, 1.0)))
     inputs = [given for all_given in by_module.values() for given in ([*dict.fromkeys(all_given[:-1]), all_given[-1]])]
-    solves = plan.quantizer is not None and plan.quantizer.name in ("gptq", "auto")
-    return _Block([(p.out_features, p.in_features, blocks.experts.get(p.name, 1.0)) for p in layers], inputs, 2 if "cross" in plan.needs else 1, solves)
+    solves = plan.quantizer is not None and plan.quantizer.name in ("gptq", "signround", "auto")
+    tuned = plan.quantizer is not None and plan.quantizer.name == "signround"
+    streams = 1 if plan.needs.isdisjoint({"cross", "targets"}) else 2
+    return _Block([(p.out_features, p.in_features, blocks.experts.get(p.name, 1.0)) for p in layers], inputs, streams, solves, plan.options.steps if tuned else 0)
 
 
 def _kept_bytes(block: _Block, hidden: int) -> int:
-    """Of one token: both streams before a block, what the unquantized block feeds its linears in half precision, and what waits at the widest linear."""
-    return 4 * block.streams * hidden + (int(2 * sum(i * share for i, share in block.inputs)) if block.streams == 2 else 0) + 4 * (2 * hidden + max(i for _, i, _ in block.shapes))
+    """Of one token: both streams before a block (a tuned one's input twice), what the unquantized block feeds its linears in half precision, what waits at the widest linear."""
+    return (
+        4 * (block.streams + bool(block.steps)) * hidden
+        + (int(2 * sum(i * share for i, share in block.inputs)) if block.streams == 2 else 0)
+        + 4 * (2 * hidden + max(i for _, i, _ in block.shapes))
+    )
 
 
 def _quantize_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
@@ -141,8 +152,11 @@ def _quantize_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, i
         statistics = {"one linear's statistics": width**2 * 4 * block.streams}
         factor = width**2 * FACTOR_BYTES if block.solves else 0
         moments.append(rest | statistics | {"one linear's factor": factor})
-        moments.append(rest | statistics | {"one linear's factor": factor // 3, "one linear on its way": SOLVING_BYTES * out * width})
+        moments.append(rest | statistics | {"one linear's factor": factor // 2, "one linear on its way": SOLVING_BYTES * out * width})
         finished += out * width
+    if block.steps:
+        kept = int(min(tokens, STEP_TOKENS) * sum((o + i) * share for o, i, share in block.shapes)) * 2
+        moments.append({"one decoder block while it is tuned": TUNED_BYTES * block.weights, "what a block keeps of one step for its gradients": kept} | batch)
     return fixed | max(moments, key=lambda parts: sum(parts.values()))
 
 
@@ -205,6 +219,7 @@ def _seconds(plan: Plan, blocks: BlockModel, calibration: int, evaluation: int, 
     if calibration and block.solves:
         units = SOLVE + CORRECT * (block.streams - 1) + (REFINE + SWEEP * plan.options.refine if plan.options.refine else 0)
         seconds += (units * sum(o * i * i for o, i, _ in block.shapes) + sum(i**3 for i, _ in block.inputs)) / rate
+    seconds += block.steps * min(calibration, STEP_TOKENS) * TUNE * block.work / rate
     seconds *= blocks.num_blocks
     if calibration and "outputs" in plan.needs:
         sums = sum(o * o * share for o, _, share in block.shapes)

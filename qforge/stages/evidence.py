@@ -33,7 +33,9 @@ def engine_for(model: Model, name: str, activations: str = "fp") -> Scorer:
     """
     reason = supports(model.spec)
     if activations != "fp" and (name == "transformers" or reason is not None):
-        raise UnsupportedError(f"activations: {activations} is for the built-in runtime, and this runs on transformers{'' if reason is None else f' ({reason})'}; use activations: fp")
+        raise UnsupportedError(
+            f"activations: {activations} is for the built-in runtime, and this runs on transformers{'' if reason is None else f' ({reason})'}; use activations: fp"
+        )
     if name == "transformers" or (name == "auto" and reason is not None):
         return TransformersEngine(model)
     if reason is not None:

@@ -10,12 +10,17 @@ from typing import Any
 
 import torch
 
+from qforge import __version__
 from qforge.engines import checkpoints, llama_cpp, onnx_runtime
 from qforge.errors import MissingCapabilityError, OutputError, UnsupportedError
 from qforge.export import exporter
 from qforge.export.agreement import seeded_prompts
+from qforge.export.card import write_card
+from qforge.export.hf import PROVENANCE
 from qforge.export.verify import verify
+from qforge.export.verify_checkpoint import FORMATS as CHECKPOINTS
 from qforge.files import LOCK, readable_errors, sha256_tree, size_of
+from qforge.models.config import read_json
 from qforge.models.model import Model
 from qforge.progress import Progress
 from qforge.recipe import Recipe
@@ -23,7 +28,7 @@ from qforge.stages.evidence import engine_for
 from qforge.stages.journal import Journal, key
 from qforge.text.documents import documents
 from qforge.text.windows import EvaluationWindows, evaluation_windows
-from qforge.types import ExportResult, Verification
+from qforge.types import Evaluation, ExportResult, Verification
 
 POSITIONS = 64  # at which a foreign engine's next-token distribution is compared with ours
 
@@ -56,7 +61,9 @@ def check(recipe: Recipe, planned: Model) -> dict[int, str]:
     return skipped
 
 
-def make(recipe: Recipe, artifact: Model, artifact_sha256: str, skipped: Mapping[int, str], out: Path, journal: Journal, progress: Progress) -> list[ExportResult]:
+def make(
+    recipe: Recipe, artifact: Model, artifact_sha256: str, skipped: Mapping[int, str], evaluation: Evaluation | None, out: Path, journal: Journal, progress: Progress
+) -> list[ExportResult]:
     """Write every export of the recipe; one that is there, whole and unchanged, stays.
 
     Args:
@@ -64,6 +71,7 @@ def make(recipe: Recipe, artifact: Model, artifact_sha256: str, skipped: Mapping
         artifact: opened from disk.
         artifact_sha256: of its folder.
         skipped: from `check`.
+        evaluation: of the artifact, for model cards.
         out: the run's folder; exports go to `exports/<format>` (`exports/<format>-<type>` where a format is asked for twice).
         journal: keeps hashes.
         progress: is told.
@@ -76,10 +84,11 @@ def make(recipe: Recipe, artifact: Model, artifact_sha256: str, skipped: Mapping
             continue
         twice = formats.count(section.format) > 1
         relative = f"exports/{section.format}" + (f"-{section.type or 'auto'}" if twice else "")
-        name = key("export", artifact=artifact_sha256, format=section.format, type=section.type, path=relative)
+        measured = evaluation if section.format in CHECKPOINTS else None
+        name = key("export", artifact=artifact_sha256, format=section.format, type=section.type, path=relative, evaluation=None if measured is None else asdict(measured))
         found = journal.load(name)
         if found is None or not (out / relative).is_dir() or sha256_tree(out / relative) != found[1]["sha256"]:
-            found = ({}, _write(artifact, section.format, section.type, out / relative))
+            found = ({}, _write(artifact, section.format, section.type, out / relative, measured))
             journal.save(name, {"done": torch.ones(1)}, found[1])
         results.append(ExportResult(section.format, relative, **found[1]))
     wanted = {out / r.path for r in results if r.path is not None}
@@ -89,11 +98,14 @@ def make(recipe: Recipe, artifact: Model, artifact_sha256: str, skipped: Mapping
     return results
 
 
-def _write(artifact: Model, format_name: str, type_name: str | None, folder: Path) -> dict[str, Any]:
+def _write(artifact: Model, format_name: str, type_name: str | None, folder: Path, evaluation: Evaluation | None = None) -> dict[str, Any]:
     with readable_errors(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
     exporter(format_name, type_name).write(artifact, folder)
+    if format_name in CHECKPOINTS:
+        own = artifact.assets / PROVENANCE
+        write_card(folder, format_name, read_json(own) if own.exists() else {"qforge_version": __version__, "model": {"source": Path(artifact.source).name}}, evaluation)
     return {"sha256": sha256_tree(folder), "size_bytes": size_of(folder)}
 
 

@@ -18,6 +18,7 @@ from qforge import __version__
 from qforge.calibration.store import Held, Hidden
 from qforge.errors import ModelError
 from qforge.export.writer import Piece, write_file
+from qforge.methods import native
 from qforge.models.shards import Shards
 from qforge.models.weights import TensorInfo
 
@@ -26,7 +27,8 @@ _DAMAGED = (SafetensorError, KeyError, ValueError, OSError)
 
 def key(stage: str, **parts: Any) -> str:
     """The name of a piece: the stage and a hash over everything that decides its content, our version, torch's, threads and instruction set."""
-    machine = {"qforge": __version__, "torch": torch.__version__, "threads": torch.get_num_threads(), "isa": torch.backends.cpu.get_cpu_capability()}
+    isa = [torch.backends.cpu.get_cpu_capability(), native.has_bf16_products()]
+    machine = {"qforge": __version__, "torch": torch.__version__, "threads": torch.get_num_threads(), "isa": isa}
     text = json.dumps({"stage": stage, "parts": parts, "machine": machine}, sort_keys=True, default=str)
     return f"{stage}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 

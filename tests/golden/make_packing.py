@@ -1,6 +1,8 @@
 """Makes packing.safetensors: the same integers as the packing code of GPTQModel, AutoGPTQ and AutoAWQ writes them.
 
-    python make_packing.py AUTO_GPTQ AUTO_AWQ      (GPTQModel 7.6.0 installed; the folders of unpacked auto_gptq 0.7.1 and autoawq 0.2.9, whose own imports need transformers of their time)
+    python make_packing.py AUTO_GPTQ AUTO_AWQ
+
+in an environment with GPTQModel 7.6.0, on the folders of unpacked auto_gptq 0.7.1 and autoawq 0.2.9, whose own imports need transformers of their time.
 
 Names are `<maker>.<case>.<tensor>`; `codes` and `zeros` are what went in.
 """

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tolerances import KERNELS
 
 from qforge import numerics
-from qforge.ops.native import NativeDense, NativeInt8, NativeKernel, instruction_sets
-from qforge.ops.select import choose, kernels
+from qforge.ops.kernel import Kernel
+from qforge.ops.native import NativeDense, NativeInt8, NativeKernel, NativeRounded, instruction_sets
+from qforge.ops.select import kernels
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Number, Symmetry, parse
 
@@ -43,9 +44,10 @@ def _native(q: QuantizedLinear) -> bool:
     return q.scheme.symmetry is not Symmetry.OFFSET and q.scheme.number is not Number.FP8_E5M2
 
 
-def _kernel(q: QuantizedLinear, threads: int, isa: str | None = None) -> NativeInt8 | NativeKernel:
-    """The native kernel that the choice falls on."""
-    return (NativeInt8 if choose(q.scheme, (q.out_features, q.in_features)).kernel.name == "native-int8" else NativeKernel)(threads, isa)
+def _kernels(q: QuantizedLinear, threads: int, isa: str | None = None) -> list[Kernel]:
+    """The native kernels that run a weight: the fp32 product and those that round activations by themselves; or what a scheme with rounded activations is run by."""
+    whole: list[Kernel] = [NativeKernel(threads, isa), NativeRounded(8, threads, isa), NativeRounded(16, threads, isa), NativeInt8(threads, isa)]
+    return [k for k in whole if k.supports(q.scheme, (q.out_features, q.in_features), "cpu") is None]
 
 
 problems = st.builds(_quantized, st.sampled_from(SCHEMES), st.integers(1, 70), st.integers(1, 9), st.integers(0, 7), st.integers(0, 1000), st.booleans())
@@ -69,6 +71,7 @@ def test_kernels_agree_with_fp64_where_they_say_yes_and_only_there(q: QuantizedL
             assert (y - wanted).norm() <= KERNELS[kernel.name] * (wanted.norm() + terms)
     assert answers["reference"] is None
     assert (answers["native"] is None) == _native(q)
+    assert (answers["native-a8"] is None) == (answers["native-a16"] is None) == (q.scheme.number.is_int and _native(q) and q.scheme.activations is None)
     assert (answers["native-int8"] is None) == (q.scheme.number.is_int and str(q.scheme).endswith(("+int8-token", "+int8-tensor-static")))
 
 
@@ -77,21 +80,21 @@ def test_kernels_agree_with_fp64_where_they_say_yes_and_only_there(q: QuantizedL
 def test_a_row_has_the_same_bits_in_any_batch_on_any_threads(q: QuantizedLinear, rows: int, threads: int, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, q.in_features, generator=g)
-    one, many = _kernel(q, 1), _kernel(q, threads)
-    packed = one.prepack(q)
-    whole = many.run(x, packed)
     order = torch.randperm(rows, generator=g)
-    assert torch.equal(many.run(x[order], packed), whole[order])
-    for i in {0, rows // 2, rows - 1}:
-        assert torch.equal(one.run(x[i : i + 1], packed)[0], whole[i])
+    for one, many in zip(_kernels(q, 1), _kernels(q, threads), strict=True):
+        packed = one.prepack(q)
+        whole = many.run(x, packed)
+        assert torch.equal(many.run(x[order], packed), whole[order])
+        for i in {0, rows // 2, rows - 1}:
+            assert torch.equal(one.run(x[i : i + 1], packed)[0], whole[i])
 
 
 @settings(max_examples=40, deadline=None)
 @given(q=problems.filter(_native), rows=st.integers(1, 14))
 def test_instruction_sets_have_the_same_bits(q: QuantizedLinear, rows: int) -> None:
     x = torch.randn(rows, q.in_features, generator=torch.Generator().manual_seed(rows))
-    results = [_kernel(q, 1, isa).run(x, _kernel(q, 1, isa).prepack(q)) for isa in instruction_sets()]
-    assert all(torch.equal(r, results[0]) for r in results)
+    results = [[k.run(x, k.prepack(q)) for k in _kernels(q, 1, isa)] for isa in instruction_sets()]
+    assert all(torch.equal(r, first) for other in results for r, first in zip(other, results[0], strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -13,7 +13,7 @@ from qforge import numerics
 from qforge.calibration.room import Room
 from qforge.calibration.sequential import Job, quantize_blocks
 from qforge.calibration.store import Hidden, Piece, Store
-from qforge.methods import Options, find, find_transforms, statistics_needed
+from qforge.methods import Options, find, find_transforms, find_tuner, statistics_needed
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model, open_model
 from qforge.progress import SILENT
@@ -31,6 +31,8 @@ CASES = [
     ("awq gptq", "int4-g32-asym"),
     ("smoothquant gptq", STATIC),
     ("smoothquant awq gptq", "w8a8-int8"),
+    *(("signround", s) for s in ("int4-g32-sym", "int2-g32-asym", STATIC)),
+    ("awq signround", "int4-g32-asym"),
 ]
 
 
@@ -55,13 +57,13 @@ class Pieces:
 
 
 def run(model: Model, method: str, scheme: str, pieces: Pieces, tokens: int = 64) -> None:
-    blocks, quantizer, options = BlockModel(model), find(method.split()), Options()
+    blocks, quantizer, options = BlockModel(model), find(method.split()), Options(steps=6)
     assert quantizer is not None
     transforms = find_transforms(method.split())
     schemes = {n: parse(scheme) for i in range(blocks.num_blocks) for n in blocks.linears(i) if n not in blocks.routers}
     needed = statistics_needed(quantizer, schemes.values(), options).union(*(t.needs(options) for t in transforms))
     windows = torch.randint(3, 300, (6, tokens), generator=torch.Generator().manual_seed(1)) if needed else None
-    quantize_blocks(Job(blocks, quantizer, schemes, options, transforms=transforms), windows, pieces.store(), SILENT)
+    quantize_blocks(Job(blocks, quantizer, schemes, options, transforms=transforms, tuner=find_tuner(method.split())), windows, pieces.store(), SILENT)
 
 
 def equal(a: Pieces, b: Pieces) -> bool:

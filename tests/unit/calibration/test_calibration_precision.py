@@ -55,7 +55,7 @@ def test_threads_do_not_change_bits() -> None:
 
 
 def test_statistics_are_near_the_exact_ones() -> None:
-    batches = [(normal(2, 300, 70, seed=i), normal(2, 300, 70, seed=i + 9)) for i in range(3)]
+    batches = [(normal(2, 300, 70, seed=i), normal(2, 300, 70, seed=i + 9).half()) for i in range(3)]
     sums = Sums(frozenset({"hessian", "cross", "absmax", "sample"}), 70)
     for x, y in batches:
         sums.add(x, y)

@@ -67,6 +67,13 @@ def test_bits_of_the_quantized_weights(files, capsys):
     assert 4.5 < found["quantized_bits_per_weight"] < 8.25
 
 
+def test_the_kernel_of_each_linear_is_named(files, capsys):
+    found = json.loads(run(capsys, files / "run", "--json")[1])
+    assert all(e["kernels"] == {"fp": "native-a16", "int8": "native-a8"} for e in found["linears"])
+    assert found["runtime"] == {"runs": True, "reason": None}
+    assert f"kernels:    native-a8 ({len(found['linears'])}) with --activations int8" in run(capsys, files / "run")[1]
+
+
 def _cut(data, n):
     return data[:n]
 

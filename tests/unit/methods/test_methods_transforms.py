@@ -129,8 +129,8 @@ def test_methods_are_found_by_what_a_recipe_names() -> None:
         quantizer = find(chain)
         assert quantizer is not None
         assert quantizer.name == name
-    with pytest.raises(UnsupportedError, match="signround"):
-        find(["awq", "signround"])
+    with pytest.raises(UnsupportedError, match="hqq"):
+        find(["awq", "hqq"])
 
 
 def test_awq_alone_rounds_with_searched_ranges() -> None:

@@ -30,6 +30,7 @@ from qforge.scheme import parse
 
 SLOWEST_S = 5.0
 MOST_BYTES = 512 << 20  # above what the test itself has: tiny files, and a config may ask for anything
+pytestmark = pytest.mark.filterwarnings("ignore:::transformers")  # what its configs say of odd values
 KINDS = ("compressed-tensors", "gptq", "awq", "plain")
 
 

@@ -152,9 +152,9 @@ def test_a_request_that_never_fits_is_refused_at_once(llm: LLM) -> None:
     assert len(small.generate([[3] * 30], SamplingParams(max_tokens=18, ignore_eos=True))[0].token_ids) == 18
 
 
-def test_int8_activations_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="int8 activations are not available yet"):
-        LLM(model("llama"), activations="int8")
+def test_unknown_activations_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="activations 'int4' are not known; use fp or int8"):
+        LLM(model("llama"), activations="int4")
 
 
 def test_a_family_that_is_not_listed_is_refused_with_the_list(tmp_path: Path) -> None:

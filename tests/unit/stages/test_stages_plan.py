@@ -44,7 +44,7 @@ def test_a_plan_writes_nothing_and_predicts_the_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        ({"quantize": {"method": "signround", "scheme": "int4-g32-sym"}}, UnsupportedError, "method signround is not available yet"),
+        ({"quantize": {"method": "signround", "scheme": "nf4"}}, UnsupportedError, "learned rounding is for integers"),
         ({"quantize": {"method": ["smoothquant", "gptq"], "scheme": "int4-g32-sym"}}, UnsupportedError, r"method smoothquant: int4-g32-sym: .*add.*\+int8-token"),
         ({"quantize": {**QUANTIZE, "scheme": "int4-g48-sym"}}, RecipeError, r"q_proj.*48 does not divide.*64.*32"),
         ({"quantize": {**QUANTIZE, "scheme": "int4-g32-sym@u8/tensor:f32"}}, UnsupportedError, "two-level"),
@@ -62,7 +62,7 @@ def test_a_plan_writes_nothing_and_predicts_the_size(tmp_path: Path) -> None:
         ({"run": {"device": "cuda"}}, MissingCapabilityError, "no usable CUDA device"),
         ({"run": {"workers": 2}}, UnsupportedError, "workers"),
         ({"run": {"memory_limit": "100MiB"}}, RecipeError, r"memory_limit: 100 MiB, but quantizing takes about \d+ MiB"),
-        ({"run": {"activations": "int8"}}, UnsupportedError, "activations"),
+        ({"run": {"activations": "int8"}, "evaluate": {"engine": "transformers"}}, UnsupportedError, "run.activations: int8 is for the built-in runtime"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_by_name_before_anything_is_written(tmp_path: Path, changes: dict[str, object], error: type[QforgeError], says: str) -> None:
@@ -77,6 +77,17 @@ def test_an_optional_export_that_cannot_be_made_is_listed(tmp_path: Path) -> Non
     assert results.exports[0].path is None
     assert "not available yet" in (results.exports[0].skipped_because or "")
     assert results.exports[1].lossless is True
+
+
+def test_a_run_measures_with_the_activations_that_it_names(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The small mill stands by the river, and the miller grinds wheat. " * 40)
+    said = {"evaluate": {"text": str(text), "window": 64}}
+    fp, int8 = (pipeline.quantize(recipe(tmp_path, **said, run={"activations": a}), out=tmp_path / "out").evaluation for a in ("fp", "int8"))
+    assert [e.engine.rsplit(" ", 1)[0] for e in (fp, int8)] == ["qforge", "qforge (int8 activations)"]
+    assert 0 < abs(int8.kl_mean / fp.kl_mean - 1) < 0.1
+    alone = pipeline.evaluate(tmp_path / "out" / "model", text=str(text), window=64, activations="int8")
+    assert alone.candidate == int8.candidate
 
 
 @pytest.mark.parametrize(("fallback", "scheme"), [("adjust", "int4-g32-sym"), ("ignore", None)])

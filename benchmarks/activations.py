@@ -1,0 +1,52 @@
+"""What does rounding of activations cost? Perplexity, divergence and the largest difference of logits against the fp32 product over the same integers, on the runtime.
+
+python benchmarks/activations.py MODEL --text FILE [--window N] [--windows N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from qforge.ops import select
+from qforge.ops.native import NativeRounded
+from qforge.runtime import LLM
+
+
+def logits(model: str, text: str, window: int, windows: int, activations: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits `[T, V]` and the tokens that came `[T]`; activations None: the fp32 product."""
+    every = select.kernels
+    allowed = (lambda threads=None: [k for k in every(threads) if not isinstance(k, NativeRounded)]) if activations is None else every
+    with mock.patch.object(select, "kernels", allowed):
+        llm = LLM(model, activations=activations or "fp")
+    ids = llm.tokenizer(text).input_ids
+    cut = [ids[i * window : (i + 1) * window] for i in range(min(windows, len(ids) // window))]
+    print(f"{activations or 'fp32 product'}: {llm.kernels()}, {len(cut)} windows")
+    return torch.cat(list(llm.score(cut))), torch.cat([torch.tensor(c[1:]) for c in cut])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--windows", type=int, default=8)
+    args = parser.parse_args()
+    text = args.text.read_text()[: args.window * args.windows * 8]
+    exact, came = logits(args.model, text, args.window, args.windows, None)
+    p = exact.log_softmax(-1)
+    nll = torch.nn.functional.cross_entropy(exact, came)
+    for activations in ("fp", "int8"):
+        ours, _ = logits(args.model, text, args.window, args.windows, activations)
+        ratio = math.exp(torch.nn.functional.cross_entropy(ours, came) - nll)
+        kl = (p.exp() * (p - ours.log_softmax(-1))).sum(-1).mean()
+        same = (ours.argmax(-1) == exact.argmax(-1)).double().mean()
+        print(f"{activations}: perplexity {ratio - 1:+.1e}, KL {kl:.1e}, top-1 agreement {same:.4f}, logits off by {(ours - exact).abs().max():.1e} (deviation {exact.std():.1f})")
+
+
+if __name__ == "__main__":
+    main()

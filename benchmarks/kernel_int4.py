@@ -1,0 +1,126 @@
+"""How near are the INT4 kernels to what memory and processor allow, and to llama.cpp? Square weights in groups of 128, cold for few rows, beside the speed of reading memory.
+
+python benchmarks/kernel_int4.py [--threads N] [--size K ...] [--ggml LIBRARY] [--out benchmarks/results/kernel_int4]
+
+--ggml: a shared library that holds ggml (xllamacpp.abi3.so of the xllamacpp wheel, or libggml.so of a llama-cpp-python): its Q4_0 weights, repacked, in the same run.
+Wall time, the best of several rounds in turn; wants a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from ggml import Ggml
+
+from qforge import numerics
+from qforge.ops.native import NativeKernel, NativeRounded, Packed, context, default_threads, instruction_sets
+from qforge.runtime.bench import read_bandwidth
+from qforge.scheme import parse
+
+ROWS = (1, 8, 32, 128)
+COLD_BYTES = 128 << 20
+ROUNDS = 7
+
+
+def kernels() -> Iterator[tuple[str, str, NativeRounded | NativeKernel]]:
+    """Ours: name, instruction set, what packs for it."""
+    for isa in instruction_sets()[:-1]:
+        yield f"int8 activations, {isa}", isa, NativeRounded(8)
+        yield f"int16 activations, {isa}", isa, NativeRounded(16)
+    yield "fp32 activations, avx2", "avx2", NativeKernel()
+
+
+def measure(size: int, threads: int, library: str | None) -> list[dict[str, Any]]:
+    """Rows of the table for one shape."""
+    weight = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
+    scheme = parse("int4-g128-sym")
+    q = numerics.quantize(weight, scheme, *numerics.minmax_parameters(weight, scheme))
+    own = size * size // 2 + size * size // 128 * 5
+    copies = max(2, COLD_BYTES // own)
+    calls: dict[tuple[str, int], tuple[Callable[[], None], int]] = {}
+    for name, isa, kernel in kernels():
+        runner = context(threads, isa)
+        packed = [kernel.prepack(q) for _ in range(copies)]
+        for rows in ROWS:
+            x, y = torch.randn(rows, size), torch.empty(rows, size)
+            some = packed if rows <= 8 else packed[:2]
+            calls[name, rows] = ((lambda r=runner, some=some, x=x, y=y: _each(r, some, x, y)), len(some))
+    if library is not None:
+        ggml = Ggml(library, threads)
+        for rows in ROWS:
+            x = torch.randn(rows, size)
+            n = copies if rows <= 8 else 2
+            run, y = ggml.products(weight.numpy(), x.numpy(), n)
+            assert (torch.from_numpy(y) - x @ weight.T).norm() < 0.12 * (x @ weight.T).norm(), "ggml did not multiply"
+            calls[f"llama.cpp Q4_0 repacked ({' '.join(ggml.features())})", rows] = (run, n)
+    best: dict[tuple[str, int], float] = dict.fromkeys(calls, float("inf"))
+    for _ in range(ROUNDS):  # in turn, so that what disturbs the machine disturbs all
+        for key, (run, n) in calls.items():
+            best[key] = min(best[key], _timed(run) / n)
+    own_bytes = {True: size * size // 32 * 18, False: own}
+    return [
+        {"size": size, "kernel": k, "rows": m, "microseconds": s * 1e6, "gmac_per_second": m * size * size / s / 1e9, "weight_bytes_per_second": own_bytes["llama" in k] / s}
+        for (k, m), s in best.items()
+    ]  # fmt: skip
+
+
+def _each(runner: Any, packed: list[Packed], x: torch.Tensor, y: torch.Tensor) -> None:
+    for p in packed:
+        runner.linear(p.view, x.data_ptr(), len(x), x.shape[1], y.data_ptr(), y.shape[1])
+
+
+def _timed(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def table(result: dict[str, Any]) -> Iterator[str]:
+    """Markdown."""
+    yield f"# INT4 kernels, group 128, {result['threads']} threads\n"
+    yield f"{result['date']}, {result['machine']}. Sequential read: {result['read_bytes_per_second'] / 1e9:.1f} GB/s. `{result['command']}`\n"
+    yield "One row: the share of the read bandwidth at which the weight's own bytes come. More rows: 10^9 multiplications a second.\n"
+    yield "| size | kernel | " + " | ".join(f"{m} row{'s' * (m > 1)}" for m in ROWS) + " |\n|---|---|" + "---|" * len(ROWS)
+    for size in dict.fromkeys(r["size"] for r in result["rows"]):
+        for kernel in dict.fromkeys(r["kernel"] for r in result["rows"]):
+            found = {r["rows"]: r for r in result["rows"] if r["size"] == size and r["kernel"] == kernel}
+            share = found[1]["weight_bytes_per_second"] / result["read_bytes_per_second"]
+            cells = [f"{found[1]['microseconds']:.0f} us, {share:.0%}"] + [f"{found[m]['microseconds']:.0f} us, {found[m]['gmac_per_second']:.0f}" for m in ROWS[1:]]
+            yield f"| {size} | {kernel} | " + " | ".join(cells) + " |"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    return names[0] if names else platform.machine()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument("--size", type=int, action="append", help="inputs and outputs; repeatable; default 2048 and 4096")
+    parser.add_argument("--ggml", metavar="LIBRARY")
+    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    command = f"python benchmarks/kernel_int4.py --threads {args.threads}" + (" --ggml LIBRARY" if args.ggml else "")
+    result = {"date": str(datetime.date.today()), "machine": f"{_processor()}, {', '.join(instruction_sets())}", "threads": args.threads, "command": command}
+    rows = [r for size in args.size or [2048, 4096] for r in measure(size, args.threads, args.ggml)]
+    result |= {"read_bytes_per_second": read_bandwidth(args.threads), "rows": rows}
+    text = "\n".join(table(result))
+    print(text)
+    if args.out is not None:
+        args.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+        args.out.with_suffix(".md").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

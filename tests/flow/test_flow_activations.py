@@ -1,0 +1,27 @@
+"""What rounding of activations costs a real model: perplexity on the runtime against transformers' fp32 over the same integers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tolerances import PERPLEXITY
+
+from qforge import pipeline
+from qforge.recipe import load_recipe
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("scheme", ["int4-g64-sym", "int4-g32-asym", "int8-channel-sym"])
+def test_perplexity_with_rounded_activations_stays_within_tolerance(scheme: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"version: 1\nmodel: {{source: demo}}\nquantize: {{method: rtn, scheme: {scheme}}}\nevaluate: null\n")
+    pipeline.quantize(load_recipe(path), out=tmp_path / "out")
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join((Path(__file__).parents[2] / "README.md").read_text().split())[:20_000])
+    model = tmp_path / "out" / "model"
+    exact = pipeline.evaluate(model, text=str(text), window=256, engine="transformers").candidate
+    for activations, most in PERPLEXITY.items():
+        rounded = pipeline.evaluate(model, text=str(text), window=256, activations=activations).candidate
+        assert abs(rounded["perplexity"] / exact["perplexity"] - 1) <= most

@@ -365,7 +365,7 @@ def test_a_run_writes_and_checks_two_types(tmp_path):
     path.write_text(path.read_text().replace('[{"format": "onnx"}]', '[{"format": "onnx"}, {"format": "onnx", "type": "qdq"}]'))
     results = pipeline.quantize(path, out=tmp_path / "out")
     assert [e.path for e in results.exports] == ["exports/onnx-auto", "exports/onnx-qdq"]
-    assert all(e.lossless and e.verified_by[1].kl_mean < 1e-9 and e.verified_by[1].executed for e in results.exports)
+    assert all(e.lossless and e.verified_by[1].kl_mean < 1e-6 and e.verified_by[1].executed for e in results.exports)
     alone = pipeline.export(tmp_path / "out", "onnx", type="qdq", out=tmp_path / "alone")
     assert alone.sha256 == results.exports[1].sha256
 

@@ -15,8 +15,7 @@ from qforge.methods.tuning import BlockTuner
 __all__ = ["BlockTuner", "Options", "Quantizer", "Stats", "Transform", "available", "find", "find_transforms", "find_tuner", "statistics_needed"]
 
 _QUANTIZERS: dict[str, Quantizer] = {
-    q.name: q
-    for q in (RTN(), GPTQ(), SignRound(), RTN("fp8"), RTN("nf4", search=False), RTN("awq", weighted=True), RTN("smoothquant", search=False), RTN("rotate"))
+    q.name: q for q in (RTN(), GPTQ(), SignRound(), RTN("fp8"), RTN("nf4", search=False), RTN("awq", weighted=True), RTN("smoothquant", search=False), RTN("rotate"))
 }
 _QUANTIZERS["auto"] = _QUANTIZERS["gptq"]  # what rounds, once schemes are chosen
 _TUNERS: dict[str, BlockTuner] = {"signround": SignRound()}

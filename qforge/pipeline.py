@@ -153,7 +153,7 @@ def evaluate(
         text: `builtin`, a `.txt` or `.jsonl` file, or a hub data set.
         window: tokens in a window; capped at the model's context.
         engine: `auto`, `runtime` or `transformers`, for `model`; the reference runs on transformers' code in fp32.
-        activations: `fp` or `int8`, of the runtime.
+        activations: `fp`, `int16` or `int8`, of the runtime.
         progress: told what is going on.
     """
     return_freed_memory()

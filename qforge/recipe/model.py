@@ -236,7 +236,7 @@ class RunSection(_Section):
     threads: Annotated[int, Field(ge=1)] | None = Field(None, description="CPU threads; null takes all cores.")
     workers: int = Field(1, ge=1, description="Processes that share the work.")
     memory_limit: Bytes | None = Field(None, description="Memory that the run may use, for example 8GiB; null sets no limit.")
-    activations: Literal["fp", "int8"] = Field("fp", description="fp: only weights are quantized (accurate); int8 also rounds activations on the fly (faster).")
+    activations: Literal["fp", "int16", "int8"] = Field("fp", description="fp: only weights are quantized (accurate); int16 and int8 also round activations on the fly (faster).")
 
 
 class ReportSection(_Section):

@@ -27,7 +27,7 @@ def engine_for(model: Model, name: str, activations: str = "fp") -> Scorer:
     Args:
         model: whose family decides.
         name: `auto`, `runtime` or `transformers`.
-        activations: `fp` or `int8`.
+        activations: `fp`, `int16` or `int8`.
 
     Raises:
         UnsupportedError: `runtime` was asked for and does not run this model; or activations are to be rounded, and it is not what runs it.
@@ -89,7 +89,8 @@ def evaluation_from(value: dict[str, Any]) -> Evaluation:
 
 
 def _tuples(value: dict[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if k.endswith("_ci95") and v is not None else v for k, v in value.items()}
+    """Intervals as pairs, in objects within, too: JSON has only lists."""
+    return {k: tuple(v) if k.endswith("_ci95") and v is not None else _tuples(v) if isinstance(v, dict) else v for k, v in value.items()}
 
 
 def _worst_token(value: dict[str, Any]) -> WorstToken:

@@ -1,4 +1,5 @@
-"""What does every shipped configuration of the GPU kernels cost in machine code? Compiled for GPUs that need not be here; registers, spills, shared memory, loads and tensor-core instructions are read from it.
+"""What does every shipped configuration of the GPU kernels cost in machine code? Compiled for GPUs that need not be here; registers, spills, shared memory, loads and
+tensor-core instructions are read from it.
 
 python benchmarks/triton_budget.py [--only TEXT] [--out benchmarks/results/triton-budget]
 
@@ -22,7 +23,7 @@ from qforge.ops.triton.device import attention, pointwise, w4, w8
 from qforge.ops.triton.offline import SHARED_MEMORY, Cost, Variant, compile_for, cost_table
 from qforge.ops.triton.tiles import Tile
 
-INTEGERS = ("m_rows", "n_rows", "k_columns", "k_words", "k_part", "span", "columns", "queries", "table_stride", "window", "rows")
+INTEGERS = ("m_rows", "n_rows", "k_columns", "k_words", "k_part", "steps", "span", "columns", "queries", "table_stride", "window", "rows")
 POINTERS = {
     "words": "*i32", "zeros": "*u8", "bias": "*fp32", "input_scales": "*fp32", "parts": "*fp32", "key_scales": "*fp32", "value_scales": "*fp32", "tables": "*i32",
     "starts": "*i32", "lengths": "*i32", "most_out": "*fp32", "sum_out": "*fp32", "most_in": "*fp32", "sum_in": "*fp32", "cosines": "*fp32", "sines": "*fp32",
@@ -55,7 +56,8 @@ def _w4(of: int) -> Iterator[Variant]:
         yield variant(f"w4 1 row, {name}", w4.w4_gemv, tile, {**base, "BN": tile.n, "BW": tile.k // 8}, x=x, y=x, scales="*fp16")
         for most, tile in tiles.W4_GEMM[of]:
             for split in (False, True) if tile.parts > 1 else (False,):
-                constants = {**base, "SPLIT": split, "BM": tile.m, "BN": tile.n, "BK": min(tile.k, group or tile.k)}
+                tile = tiles.with_step(tile, min(tile.k, group or tile.k))
+                constants = {**base, "SPLIT": split, "BM": tile.m, "BN": tile.n, "BK": tile.k}
                 yield variant(f"w4 {most} rows{' in parts' if split else ''}, {name}", w4.w4_gemm, tile, constants, matrix=True, x=x, y="*fp32" if split else x, scales="*fp16")
     yield variant("add parts", w4.add_parts, Tile(1, 1024, 0, 4, 1), {"S": 4, "HAS_BIAS": True, "BLOCK": 1024}, y="*fp16")
 
@@ -63,7 +65,7 @@ def _w4(of: int) -> Iterator[Variant]:
 def _w8(of: int) -> Iterator[Variant]:
     for number, group, input_group in (("int8", 0, 0), ("fp8", 0, 0), ("fp8", 128, 128)):
         codes, name = SHORT[number], f"{number} {'by block and group' if group else 'by channel and token'}"
-        for i, (most, tile) in enumerate(tiles.W8_GEMM[of]):
+        for i, (most, tile) in enumerate((tiles.W8_GROUPED if group else tiles.W8_GEMM)[of]):
             base = {"GROUP": group, "INPUT_GROUP": input_group, "LIMIT": LIMIT[number], "INT": number == "int8", "HAS_BIAS": False, "EVEN_K": True}
             constants = {**base, "FUSED": i == 0, "SPLIT": tile.parts > 1, "BM": tile.m, "BN": tile.n, "BK": tile.k}
             y = "*fp32" if tile.parts > 1 else "*bf16"
@@ -75,7 +77,8 @@ def _w8(of: int) -> Iterator[Variant]:
 
 def _attention(of: int) -> Iterator[Variant]:
     for stored in ("bf16", "int8", "fp8"):
-        for what, tile, parts in (("decode", tiles.ATTENTION_DECODE[of], 1), ("decode in parts", tiles.ATTENTION_DECODE[of], 4), ("prompt", tiles.ATTENTION_PROMPT[of], 1)):
+        decode = tiles.ATTENTION_DECODE if stored == "bf16" else tiles.ATTENTION_DECODE_8BIT
+        for what, tile, parts in (("decode", decode, 1), ("decode in parts", decode, 4), ("prompt", tiles.ATTENTION_PROMPT[of], 1)):
             for size, window in ((128, False), (64, True)):
                 constants = {
                     "HEADS": 32, "CACHE_HEADS": 8, "D": size, "DP": size, "PAGE": 16, "QUANTIZED": stored != "bf16", "WINDOW": window, "PARTS": parts, "BM": tile.m, "TILE": tile.n,
@@ -92,7 +95,9 @@ def _pointwise() -> Iterator[Variant]:
         kinds = {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "scales": "*fp32"}
         yield variant(f"add and norm, {number}", pointwise.rms_norm, Tile(1, 0, 0, 8, 1), {**scaled, "ADD": True, "BLOCK": 4096}, y=SHORT[number], **kinds)
         heads = {"HEADS": 32, "CACHE_HEADS": 8, "D": 128, "HALF": 64}
-        yield variant(f"rope and cache, {number}", pointwise.rope_and_cache, Tile(1, 0, 0, 1, 1), {**scaled, **heads}, qkv="*bf16", q="*bf16", keys=SHORT[number], values=SHORT[number])
+        yield variant(
+            f"rope and cache, {number}", pointwise.rope_and_cache, Tile(1, 0, 0, 1, 1), {**scaled, **heads}, qkv="*bf16", q="*bf16", keys=SHORT[number], values=SHORT[number]
+        )
     yield variant("silu mul", pointwise.silu_mul, Tile(1, 1024, 0, 4, 1), {"BLOCK": 1024}, gate_up="*bf16", y="*bf16")
 
 
@@ -123,7 +128,8 @@ def worse(cost: Cost, recorded: dict[str, int]) -> list[str]:
 def markdown(table: dict[str, Any]) -> str:
     """The table to read."""
     lines = [
-        f"# Machine code of the GPU kernels (Triton {table['triton']})", "", "Made by benchmarks/triton_budget.py, without a GPU: costs, not times. No variant keeps anything in local memory (spills).", "",
+        f"# Machine code of the GPU kernels (Triton {table['triton']})", "",
+        "Made by benchmarks/triton_budget.py, without a GPU: costs, not times. No variant keeps anything in local memory (spills).", "",
         "| variant | target | registers | shared KiB | instructions | tensor cores | loads of 16 bytes | smaller loads |", "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for name, row in table["costs"].items():

@@ -1,4 +1,7 @@
-"""What each GPU kernel must compute, against fp64: for Triton's interpreter (tiny shapes, CPU) and for a GPU (odd shapes). A case returns (error, tolerance), both relative to the largest value."""
+"""What each GPU kernel must compute, against fp64: for Triton's interpreter (tiny shapes, CPU) and for a GPU (odd shapes).
+
+A case returns (error, tolerance), both relative to the largest value.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def linear_case(text: str, rows: int, shape: tuple[int, int], dtype: torch.dtype
     y = kernel.run(x.to(device), packed) if tile is None else w4_linear(x.to(device), packed, tile)
     assert y.dtype == dtype
     assert y.shape == (rows, shape[0])
-    return error(y, product64(x, q)), 2 * EPS[dtype]
+    return error(y, product64(x, q)), 2 * EPS.get(dtype, EPS[torch.bfloat16])
 
 
 def rounding_case(text: str, rows: int, columns: int, device: str) -> tuple[float, float]:
@@ -73,7 +76,8 @@ def rounding_case(text: str, rows: int, columns: int, device: str) -> tuple[floa
 
 
 def attention_case(
-    dtype: torch.dtype, device: str, *, stored: torch.dtype | None = None, heads: int = 4, cache_heads: int = 2, size: int = 32, page: int = 16, contexts: tuple[int, ...] = (1, 37, 70),
+    dtype: torch.dtype, device: str, *, stored: torch.dtype | None = None, heads: int = 4, cache_heads: int = 2, size: int = 32, page: int = 16,
+    contexts: tuple[int, ...] = (1, 37, 70),
     queries: tuple[int, ...] = (1, 1, 1), window: int = 0, parts: int | None = None, tile: Tile | None = None,
 ) -> tuple[float, float]:  # fmt: skip
     g = torch.Generator().manual_seed(3)

@@ -79,7 +79,8 @@ def attention(
 
     queries, heads, size = q.shape
     shared, sequences, of = heads // cache.heads, len(lengths), tiles.device_class(capability(q.device))
-    tile = tile or (tiles.ATTENTION_DECODE if longest * shared <= 16 else tiles.ATTENTION_PROMPT)[of]
+    decode = tiles.ATTENTION_DECODE if cache.key_scales is None else tiles.ATTENTION_DECODE_8BIT
+    tile = tile or (decode if longest * shared <= decode.m else tiles.ATTENTION_PROMPT[of])
     blocks = -(-longest // (tile.m // shared))
     parts = parts or _parts(blocks * cache.heads * sequences, min(longest_context, window or longest_context), processors(q.device))
     out = torch.empty_like(q)

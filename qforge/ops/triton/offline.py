@@ -9,7 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-SHARED_MEMORY = {80: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a block may use (CUDA C++ Programming Guide, table 27); 80 stands for 86 too, which has less than its own 163 KiB
+SHARED_MEMORY = {
+    80: 99 * 1024,
+    89: 99 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+}  # bytes a block may use (CUDA C++ Programming Guide, table 27); 80 stands for 86 too, which has less than its own 163 KiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,9 @@ def read_cost(cubin: bytes, shared: int) -> Cost:
 
     from_memory = count(r"LDG|UTMALDG")
     wide = sum(1 for n in names if n.startswith("UTMALDG") or (n.startswith("LDG") and "128" in n))
-    return Cost(registers, stack + count(r"LDL|STL"), shared, len(names), count(r"HMMA|HGMMA|QGMMA|IGMMA|IMMA|QMMA|UTCHMMA|UTCQMMA|UTCIMMA|OMMA"), wide, from_memory - wide, count("I2F"))
+    return Cost(
+        registers, stack + count(r"LDL|STL"), shared, len(names), count(r"HMMA|HGMMA|QGMMA|IGMMA|IMMA|QMMA|UTCHMMA|UTCQMMA|UTCIMMA|OMMA"), wide, from_memory - wide, count("I2F")
+    )
 
 
 def cost_table(costs: dict[str, dict[str, Cost]]) -> dict[str, dict[str, dict[str, int]]]:

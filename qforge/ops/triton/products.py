@@ -45,14 +45,13 @@ def _w4_rows(x: torch.Tensor, w: W4, tile: Tile) -> torch.Tensor:
     from qforge.ops.triton.device.w4 import w4_gemm
 
     words = w.words.shape[1]
-    step = min(tile.k, longest_step(w.group))
-    tile = replace(tile, k=step)
+    tile = tiles.with_step(tile, min(tile.k, longest_step(w.group)))
 
     def product(y: torch.Tensor, parts: int) -> None:
         w4_gemm[_grid(tile, len(x), w.out_features, parts)](
-            x, w.words, w.scales, w.zeros, w.bias, y, len(x), w.out_features, w.in_features, words, _part(words * 8, step, parts),
+            x, w.words, w.scales, w.zeros, w.bias, y, len(x), w.out_features, w.in_features, words, _steps(words * 8, tile.k, parts),
             **constants_w4(w), SPLIT=parts > 1, EVEN_K=w.in_features == words * 8,
-            BM=tile.m, BN=tile.n, BK=step, num_warps=tile.warps, num_stages=tile.stages,
+            BM=tile.m, BN=tile.n, BK=tile.k, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
     return _in_parts(product, x, tile, w.out_features, words * 8, w.bias, x.dtype)
@@ -88,9 +87,9 @@ def w8_linear(x: torch.Tensor | RoundedRows, w: W8, dtype: torch.dtype | None = 
     rows = len(x.codes if isinstance(x, RoundedRows) else x)
     if isinstance(x, torch.Tensor):
         dtype, x = dtype or x.dtype, x.contiguous()
-        x = x if rows <= _FUSED_ROWS and w.input_group in (0, _step(tile or _w8_tile(x, rows), w)) else round_activations(x, w)
+        x = x if rows <= _FUSED_ROWS and w.input_group in (0, _step(tile or _w8_tile(x, rows, w), w)) else round_activations(x, w)
     source = x.codes if isinstance(x, RoundedRows) else x
-    tile = tile or _w8_tile(source, rows)
+    tile = tile or _w8_tile(source, rows, w)
     assert dtype is not None, "rounded activations do not say which type the product should have"
     return _w8_rows(source, x.scales if isinstance(x, RoundedRows) else None, w, dtype, tile)
 
@@ -103,7 +102,7 @@ def _w8_rows(source: torch.Tensor, input_scales: torch.Tensor | None, w: W8, dty
 
     def product(y: torch.Tensor, parts: int) -> None:
         w8_gemm[_grid(tile, len(source), w.out_features, parts)](
-            source, input_scales, w.codes, w.scales, w.bias, y, len(source), w.out_features, w.in_features, _part(w.in_features, step, parts),
+            source, input_scales, w.codes, w.scales, w.bias, y, len(source), w.out_features, w.in_features, _steps(w.in_features, step, parts) * step,
             FUSED=input_scales is None, GROUP=_weight_group(w), INPUT_GROUP=w.input_group, LIMIT=w.limit, INT=w.is_int, HAS_BIAS=w.bias is not None,
             SPLIT=parts > 1, EVEN_K=w.in_features % step == 0, BM=tile.m, BN=tile.n, BK=step, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -111,8 +110,9 @@ def _w8_rows(source: torch.Tensor, input_scales: torch.Tensor | None, w: W8, dty
     return _in_parts(product, source, tile, w.out_features, w.in_features, w.bias, dtype)
 
 
-def _w8_tile(x: torch.Tensor, rows: int) -> Tile:
-    return tiles.tile_for(tiles.W8_GEMM[tiles.device_class(capability(x.device))], rows)
+def _w8_tile(x: torch.Tensor, rows: int, w: W8) -> Tile:
+    tables = tiles.W8_GROUPED if w.input_group or _weight_group(w) else tiles.W8_GEMM
+    return tiles.tile_for(tables[tiles.device_class(capability(x.device))], rows)
 
 
 def _weight_group(w: W8) -> int:
@@ -128,9 +128,9 @@ def _grid(tile: Tile, rows: int, outputs: int, parts: int) -> tuple[int, int, in
     return -(-outputs // tile.n), -(-rows // tile.m), parts
 
 
-def _part(inputs: int, step: int, parts: int) -> int:
-    """Inputs of one part: whole steps."""
-    return -(-inputs // (step * parts)) * step
+def _steps(inputs: int, step: int, parts: int) -> int:
+    """Steps of one part."""
+    return -(-inputs // (step * parts))
 
 
 def _in_parts(product: Any, x: torch.Tensor, tile: Tile, outputs: int, inputs: int, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -6,7 +6,7 @@ Each was compiled and held to the budget of benchmarks/results/triton-budget.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,6 @@ class Tile:
 
 Table = tuple[tuple[int, Tile], ...]  # up to so many rows: this tile; the last one for all others
 CLASSES = (80, 90, 100)
-BUCKETS = (1, 16, 32, 64, 128, 256)  # rows at which tables change
 
 W4_GEMV: dict[int, Tile] = {80: Tile(1, 8, 1024, 4, 2), 90: Tile(1, 8, 1024, 4, 2), 100: Tile(1, 8, 1024, 4, 2)}
 W4_GEMM: dict[int, Table] = {
@@ -68,8 +67,15 @@ W8_GEMM: dict[int, Table] = {
         (256, Tile(128, 128, 128, 8, 4)),
     ),
 }
-ATTENTION_DECODE: dict[int, Tile] = {c: Tile(16, 64, 0, 4, 3) for c in CLASSES}
-ATTENTION_PROMPT: dict[int, Tile] = {80: Tile(64, 64, 0, 4, 2), 90: Tile(128, 64, 0, 8, 3), 100: Tile(128, 64, 0, 8, 2)}
+# Scales within K: sums of a step are kept beside the total, so tiles are smaller.
+W8_GROUPED: dict[int, Table] = {
+    80: ((4, Tile(16, 64, 128, 4, 3, 4)), (16, Tile(16, 64, 128, 4, 4, 4)), (64, Tile(64, 64, 128, 4, 3, 2)), (256, Tile(128, 64, 128, 8, 3))),
+    90: ((4, Tile(16, 64, 128, 4, 4, 4)), (16, Tile(16, 64, 128, 4, 4, 4)), (64, Tile(64, 64, 128, 4, 4, 2)), (256, Tile(128, 64, 128, 8, 3))),
+    100: ((4, Tile(16, 64, 128, 4, 4, 4)), (16, Tile(16, 64, 128, 4, 4, 4)), (64, Tile(64, 64, 128, 4, 3, 2)), (256, Tile(64, 128, 128, 8, 3))),
+}
+ATTENTION_DECODE = Tile(16, 64, 0, 4, 3)  # m: queries times the heads that share a cache head; n: tokens of the context a step
+ATTENTION_DECODE_8BIT = Tile(16, 32, 0, 4, 3)
+ATTENTION_PROMPT: dict[int, Tile] = {80: Tile(64, 64, 0, 8, 2), 90: Tile(128, 64, 0, 8, 3), 100: Tile(128, 64, 0, 8, 2)}
 LARGE_SHARED = (90, 100, 103)  # capabilities with 227 KiB of shared memory a block
 
 
@@ -81,6 +87,11 @@ def device_class(capability: int) -> int:
 def tile_for(table: Table, rows: int) -> Tile:
     """The tile for so many rows of activations."""
     return next((tile for most, tile in table if rows <= most), table[-1][1])
+
+
+def with_step(tile: Tile, step: int) -> Tile:
+    """The tile with steps of so many inputs; with more outputs where steps are short, so that each thread still loads 16 bytes of 4-bit codes at once."""
+    return replace(tile, k=step, n=max(tile.n, min(128, 1024 * tile.warps // step)))
 
 
 def parts_of(tile: Tile, rows: int, outputs: int, inputs: int, processors: int) -> int:

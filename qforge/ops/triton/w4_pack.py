@@ -2,7 +2,8 @@
 
 Letters: O outputs, I inputs, P padded inputs (a multiple of 128 where one scale covers the row), G groups, W = P/8 words.
 
-Input j of 8 lies in nibble (0, 4, 1, 5, 2, 6, 3, 7)[j] of its word: a shift and one mask give two neighbours in the halves of a register (kernels of Marlin, arXiv 2408.11743, section 3.4).
+Input j of 8 lies in nibble (0, 4, 1, 5, 2, 6, 3, 7)[j] of its word: a shift and one mask give two neighbours in the halves of a register
+(kernels of Marlin, arXiv 2408.11743, section 3.4).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Attention over a paged cache: one kernel for decoding and for chunks of a prompt, in one batch.
 
-Letters: T queries of all sequences, one after the other; H query heads, C cache heads (H / C query heads share one), D head size, B pages of PAGE tokens, S sequences, P parts of a context.
+Letters: T queries of all sequences, one after the other; H query heads, C cache heads (H / C query heads share one), D head size, B pages of PAGE tokens, S sequences,
+P parts of a context.
 Online softmax and its merging by parts: FlashAttention-2 (arXiv 2307.08691), Flash-Decoding.
 """
 

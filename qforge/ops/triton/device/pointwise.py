@@ -51,7 +51,8 @@ def rope_and_cache(
 ):  # fmt: skip
     """Rotate queries and keys by their positions, write queries to q `[T, H, D]` and keys and values to their slots of the cache `[B, PAGE, C, D]`.
 
-    qkv `[T, (H + 2 C) x D]`, cosines and sines `[positions, D / 2]` fp32 (the two halves of a head form the pairs), positions `[T]` int32, slots `[T]` int64: page x PAGE + place, or -1 for none.
+    qkv `[T, (H + 2 C) x D]`, cosines and sines `[positions, D / 2]` fp32 (the two halves of a head form the pairs), positions `[T]` int32,
+    slots `[T]` int64: page x PAGE + place, or -1 for none.
     LIMIT > 0: the cache holds 8-bit codes with scales `[B, PAGE, C]` fp32, one a head and token. HALF: the power of two from D / 2 on. Grid: (T, H + 2 C).
     """
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -29,9 +29,12 @@ REGISTERS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r")
 
 @triton.jit
 def unpack(words, zeros, DTYPE: tl.constexpr):
-    """Words `[N, W]` int32 and their zero points `[N, W]` (or broadcastable) int32 -> codes less zero points `[N, W, 8]` in DTYPE; in plain Triton for the interpreter, which knows no assembly."""
+    """Words `[N, W]` int32 and their zero points `[N, W]` (or broadcastable) int32 -> codes less zero points `[N, W, 8]` in DTYPE.
+
+    In plain Triton for the interpreter, which knows no assembly.
+    """
     if not INTERPRETED:
-        if DTYPE == tl.float16:
+        if tl.float16 == DTYPE:
             bias = (zeros | 0xE400) * 0x10001
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(HALF, REGISTERS, [words, bias], dtype=(tl.float16,) * 8, is_pure=True, pack=1)
         else:
@@ -48,11 +51,12 @@ def unpack(words, zeros, DTYPE: tl.constexpr):
 
 @triton.jit
 def w4_gemm(
-    x, words, scales, zeros, bias, y, m_rows, n_rows, k_columns, k_words, k_part,
+    x, words, scales, zeros, bias, y, m_rows, n_rows, k_columns, k_words, steps,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """y = x w^T + bias, or with SPLIT the partial sums `[S, M, N]` fp32 of K in parts of `k_part`. BK divides the group, so that one scale a row covers a step; GROUP 0 is one scale a row.
+    """y = x w^T + bias, or with SPLIT the partial sums `[S, M, N]` fp32 of K in parts of `steps` steps. BK divides the group, so that one scale a row covers a step;
+    GROUP 0 is one scale a row.
 
     x `[M, K]`, words `[N, k_words]`, scales `[G, N]`, zeros `[G, N]` uint8, y `[M, N]`. Grid: (tiles of N, tiles of M, S).
     """
@@ -64,8 +68,10 @@ def w4_gemm(
     row, token = tl.where(n_in, rn, 0), tl.where(m_in, rm, 0)
     rk, rw = tl.arange(0, BK), tl.arange(0, BK // 8)
     total = tl.zeros((BN, BM), tl.float32)
-    for k in range(part * k_part, tl.minimum((part + 1) * k_part, k_words * 8), BK):
-        w = tl.load(words + row.to(tl.int64)[:, None] * k_words + (k // 8 + rw)[None, :])
+    first = part * steps * (BK // 8)
+    for word in range(first, tl.minimum(first + steps * (BK // 8), k_words), BK // 8):  # by words: Triton then sees that loads of 16 bytes are aligned
+        w = tl.load(words + row.to(tl.int64)[:, None] * k_words + (word + rw)[None, :])
+        k = word * 8
         g = 0 if GROUP == 0 else k // GROUP
         z = tl.load(zeros + g * n_rows + rn, mask=n_in, other=0).to(tl.int32) if HAS_ZEROS else tl.full((BN,), 8, tl.int32)
         w = unpack(w, tl.broadcast_to(z[:, None], (BN, BK // 8)), dtype).reshape(BN, BK)
@@ -106,10 +112,7 @@ def w4_gemv(
         at = words + row.to(tl.int64)[:, None] * k_words + columns[None, :]
         w = tl.load(at) if EVEN_K else tl.load(at, mask=inside[None, :], other=0)
         of_group = (0 * columns if GROUP == 0 else columns // (GROUP // 8))[None, :] * n_rows + row[:, None]
-        if HAS_ZEROS:
-            z = tl.load(zeros + of_group, mask=inside[None, :], other=0).to(tl.int32)
-        else:
-            z = tl.full((BN, BW), 8, tl.int32)
+        z = tl.load(zeros + of_group, mask=inside[None, :], other=0).to(tl.int32) if HAS_ZEROS else tl.full((BN, BW), 8, tl.int32)
         inputs = columns[:, None] * 8 + eight[None, :]
         a = tl.load(x + inputs) if EVEN_K else tl.load(x + inputs, mask=inputs < k_columns, other=0.0)
         products = tl.sum(unpack(w, z, dtype).to(tl.float32) * a.to(tl.float32)[None, :, :], axis=2)

@@ -94,10 +94,7 @@ def w8_gemm(
         if INTERPRETED:
             w, a = w.to(tl.float32), a.to(tl.float32)
         if GROUP == 0 and INPUT_GROUP == 0:
-            if INT:
-                total = tl.dot(w, a, total, out_dtype=total.dtype)
-            else:
-                total = tl.dot(w, a, total, max_num_imprecise_acc=BK)
+            total = tl.dot(w, a, total, out_dtype=total.dtype) if INT else tl.dot(w, a, total, max_num_imprecise_acc=BK)
         else:
             product = tl.dot(w, a, out_dtype=tl.int32 if INT and not INTERPRETED else tl.float32).to(tl.float32)
             if GROUP > 0:

@@ -2,8 +2,9 @@
 
 python benchmarks/gpu_check.py [--quick] [--out benchmarks/results/gpu-check]
 
-First every kernel over odd shapes against fp64; then products of 4-bit and 8-bit weights beside cuBLAS (fp16, bf16) and beside what memory and tensor cores allow (the ceilings are measured in the
-same run), every tile of the table for each number of rows; then attention beside torch's. Weights are cold: copies that together exceed the cache. Times are medians, by CUDA events, within CUDA graphs.
+First every kernel over odd shapes against fp64; then products of 4-bit and 8-bit weights beside cuBLAS (fp16, bf16) and beside what memory and tensor cores
+allow (the ceilings are measured in the same run), every tile of the table for each number of rows; then attention beside torch's. Weights are cold: copies that together exceed
+the cache. Times are medians, by CUDA events, within CUDA graphs.
 Exit codes: 0 all right; 1 a kernel is wrong; 3 no GPU or no Triton here.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import subprocess
 import sys
@@ -21,9 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))
 from triton_cases import attention_case, linear_case, norm_case, on, quantized, rope_case, rounding_case, silu_case
 
 from qforge.ops.triton import tiles
@@ -35,17 +34,19 @@ from qforge.ops.triton.tiles import Tile
 from qforge.ops.triton.w4_pack import W4
 from qforge.scheme import parse
 
+ROOT = Path(__file__).resolve().parent.parent
 DEVICE = "cuda"
 H, B, INT8, FP8 = torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
 SHAPES = ((4096, 4096), (14336, 4096), (28672, 8192))  # outputs, inputs
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 COLD_BYTES = 256 << 20
+CONTEXTS = ((1, 4096, 1), (16, 2048, 1), (64, 1024, 1), (1, 4096, 2048), (4, 1024, 1024))  # sequences, tokens of each, queries of each
 Timed = Callable[[], Any]
 
 
 def cases() -> Iterator[tuple[str, Callable[[], tuple[float, float]]]]:
     """Every kernel over odd shapes: name, case."""
-    float8 = capability(torch.device(DEVICE, torch.cuda.current_device())) >= 89
+    float8 = capability(torch.device(DEVICE)) >= 89
     for text in ("int4-g128-sym", "int4-g32-asym", "int4-channel-asym", "int4-g64-asym@f32"):
         for rows, shape in ((1, (1000, 1152)), (1, (77, 128)), (2, (333, 640)), (17, (4100, 1024)), (33, (130, 2048)), (65, (257, 384)), (129, (1000, 1152)), (300, (515, 256))):
             for dtype in (H, B):
@@ -115,7 +116,7 @@ def ceilings() -> dict[str, float]:
 
 def linears(most: dict[str, float], quick: bool) -> list[dict[str, Any]]:
     """Rows of the table of products."""
-    of = tiles.device_class(capability(torch.device(DEVICE, torch.cuda.current_device())))
+    of = tiles.device_class(capability(torch.device(DEVICE)))
     found = []
     for outputs, inputs in SHAPES[: 1 if quick else 3]:
         q4 = on(quantized("int4-g128-sym", (outputs, inputs)), DEVICE)
@@ -129,11 +130,11 @@ def linears(most: dict[str, float], quick: bool) -> list[dict[str, Any]]:
                 name = str(d).removeprefix("torch.")
                 row[f"cublas_{name}_us"] = microseconds([lambda w=w, a=x[d]: torch.nn.functional.linear(a, w) for w in dense[d]])
                 row[f"w4_{name}_us"] = microseconds([lambda w=w, a=x[d]: w4_linear(a, w) for w in packed])
-            row["w4_tiles_us"] = {str(astuple(t)): microseconds([lambda w=w, t=t: w4_linear(x[B], w, t) for w in packed], 7) for t in _candidates(of, rows)} if not quick else {}
+            row["w4_tiles_us"] = {} if quick else {str(astuple(t)): us for t in _candidates(of, rows) if (us := _tried(t, packed, x[B])) is not None}
             for w in eights:
                 copies = max(2, COLD_BYTES // (outputs * inputs))
                 clones = [type(w)(w.codes.clone(), w.scales, w.bias, w.group, w.input_group, w.limit) for _ in range(copies)]
-                row["w8_int8_us" if w.is_int else "w8_fp8_us"] = microseconds([lambda w=w: w8_linear(x[B], w) for w in clones])
+                row["w8_int8_us" if w.is_int else "w8_fp8_us"] = microseconds([lambda w=w, a=x[B]: w8_linear(a, w) for w in clones])
             row["floor_us"] = floor(packed[0], rows, most)
             row["of_roofline"] = row["floor_us"] / row["w4_bfloat16_us"]
             row["over_cublas"] = row["cublas_float16_us"] / row["w4_float16_us"]
@@ -149,41 +150,55 @@ def floor(w: W4, rows: int, most: dict[str, float]) -> float:
 
 
 def _candidates(of: int, rows: int) -> list[Tile]:
-    """Every shipped tile that makes sense for so many rows."""
+    """Every shipped tile that makes sense for so many rows, and some that are not shipped."""
     found = {t for table in tiles.W4_GEMM.values() for _, t in table if t.m <= max(16, 2 * rows)}
+    few = {Tile(16, 32, 128, 4, 4, 8), Tile(16, 128, 128, 8, 3, 8), Tile(16, 64, 128, 4, 5, 16)} if rows <= 16 else set()
     one = {tiles.W4_GEMV[of], Tile(1, 4, 1024, 4, 2), Tile(1, 16, 512, 4, 2), Tile(1, 4, 2048, 4, 2)} if rows == 1 else set()
-    return sorted(found | one, key=astuple)
+    return sorted(found | few | one, key=astuple)
+
+
+def _tried(tile: Tile, packed: list[W4], x: torch.Tensor) -> float | None:
+    """Microseconds, or None for a tile that this GPU or compiler does not take."""
+    try:
+        return microseconds([lambda w=w: w4_linear(x, w, tile) for w in packed], 7)
+    except Exception as e:
+        print(f"{tile}: {type(e).__name__}: {str(e)[:200]}", flush=True)
+        return None
 
 
 def _runs(text: str) -> bool:
-    return TritonW8().supports(parse(text), (64, 128), f"{DEVICE}:{torch.cuda.current_device()}") is None
+    return TritonW8().supports(parse(text), (64, 128), DEVICE) is None
 
 
 def attentions() -> list[dict[str, Any]]:
     """Decoding and prompts beside torch's scaled_dot_product_attention on contiguous keys of the same shape."""
     found = []
-    heads, cache_heads, size, page = 32, 8, 128, 16
-    for sequences, context, queries in ((1, 4096, 1), (16, 2048, 1), (64, 1024, 1), (1, 4096, 2048), (4, 1024, 1024)):
-        pages = -(-context // page)
-        tables = torch.randperm(sequences * pages, device=DEVICE).int().view(sequences, pages)
-        starts = torch.arange(sequences + 1, device=DEVICE).int() * queries
-        lengths = torch.full((sequences,), context, device=DEVICE, dtype=torch.int32)
-        q = torch.randn(sequences * queries, heads, size, device=DEVICE, dtype=B)
-        row: dict[str, Any] = {"sequences": sequences, "context": context, "queries": queries}
-        for name, kind in (("bf16", B), ("int8", INT8), ("fp8", FP8)):
-            if kind is FP8 and not _runs("fp8-e4m3-channel+fp8-e4m3-token"):
-                continue
-            cache = empty_cache(sequences * pages, page, cache_heads, size, kind, DEVICE)
-            if kind is B:
-                cache.keys.normal_()
-                cache.values.normal_()
-            call = lambda c=cache: attention(q, c, tables, starts, lengths, longest=queries, longest_context=context, scale=size**-0.5)  # noqa: E731
-            row[f"{name}_us"] = microseconds([call] * 4)
-        row["sdpa_us"] = microseconds([_sdpa(q, sequences, queries, context, cache_heads)] * 4)
-        row["of_sdpa_speed"] = row["sdpa_us"] / row["bf16_us"]
-        found.append(row)
-        print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    for sequences, context, queries in CONTEXTS:
+        found.append({"sequences": sequences, "context": context, "queries": queries, **_attention(sequences, context, queries)})
+        print({k: round(v, 3) for k, v in found[-1].items()}, flush=True)
     return found
+
+
+def _attention(sequences: int, context: int, queries: int) -> dict[str, float]:
+    """Times of one shape: 32 heads of 128 over 8, pages of 16 tokens in any order."""
+    heads, cache_heads, size, page = 32, 8, 128, 16
+    pages = -(-context // page)
+    tables = torch.randperm(sequences * pages, device=DEVICE).int().view(sequences, pages)
+    starts = torch.arange(sequences + 1, device=DEVICE).int() * queries
+    lengths = torch.full((sequences,), context, device=DEVICE, dtype=torch.int32)
+    q = torch.randn(sequences * queries, heads, size, device=DEVICE, dtype=B)
+    row: dict[str, float] = {}
+    for name, kind in (("bf16", B), ("int8", INT8), ("fp8", FP8)):
+        if kind is FP8 and not _runs("fp8-e4m3-channel+fp8-e4m3-token"):
+            continue
+        cache = empty_cache(sequences * pages, page, cache_heads, size, kind, DEVICE)
+        if kind is B:
+            cache.keys.normal_()
+            cache.values.normal_()
+        call = functools.partial(attention, q, cache, tables, starts, lengths, longest=queries, longest_context=context, scale=size**-0.5)
+        row[f"{name}_us"] = microseconds([call] * 4)
+    row["sdpa_us"] = microseconds([_sdpa(q, sequences, queries, context, cache_heads)] * 4)
+    return {**row, "of_sdpa_speed": row["sdpa_us"] / row["bf16_us"]}
 
 
 def _sdpa(q: torch.Tensor, sequences: int, queries: int, context: int, cache_heads: int) -> Timed:
@@ -200,7 +215,8 @@ def markdown(r: dict[str, Any]) -> str:
     """The tables to read."""
     wrong = [c["case"] for c in r["cases"] if not c["right"]]
     lines = [
-        f"# GPU kernels on {r['device']}", "", f"Made by benchmarks/gpu_check.py on {r['date']}, commit {r['commit']}, driver {r['driver']}, CUDA {r['cuda']}, torch {r['torch']}, Triton {r['triton']}.", "",
+        f"# GPU kernels on {r['device']}", "",
+        f"Made by benchmarks/gpu_check.py on {r['date']}, commit {r['commit']}, driver {r['driver']}, CUDA {r['cuda']}, torch {r['torch']}, Triton {r['triton']}.", "",
         f"Right: {len(r['cases']) - len(wrong)} of {len(r['cases'])} cases. " + ("Wrong: " + "; ".join(wrong) if wrong else ""), "",
         f"Ceilings measured here: {r['ceilings']['bytes'] / 1e12:.2f} TB/s, {r['ceilings']['bfloat16'] / 1e12:.0f} TFLOP/s in bf16.", "",
         "| outputs x inputs | rows | W4 bf16 us | of roofline | cuBLAS fp16 us | W4 over cuBLAS | INT8 us | FP8 us | best tile |", "|---|---|---|---|---|---|---|---|---|",
@@ -208,9 +224,8 @@ def markdown(r: dict[str, Any]) -> str:
     for x in r["linears"]:
         best = min(x["w4_tiles_us"], key=x["w4_tiles_us"].get) if x["w4_tiles_us"] else ""
         eights = " | ".join(f"{x[n]:.1f}" if n in x else "" for n in ("w8_int8_us", "w8_fp8_us"))
-        lines.append(
-            f"| {x['outputs']} x {x['inputs']} | {x['rows']} | {x['w4_bfloat16_us']:.1f} | {x['of_roofline']:.0%} | {x['cublas_float16_us']:.1f} | {x['over_cublas']:.2f} | {eights} | {best} |"
-        )
+        w4 = f"{x['w4_bfloat16_us']:.1f} | {x['of_roofline']:.0%} | {x['cublas_float16_us']:.1f} | {x['over_cublas']:.2f}"
+        lines.append(f"| {x['outputs']} x {x['inputs']} | {x['rows']} | {w4} | {eights} | {best} |")
     lines += ["", "| sequences | context | queries | bf16 us | int8 us | fp8 us | torch us | of torch's speed |", "|---|---|---|---|---|---|---|---|"]
     for x in r["attention"]:
         stored = " | ".join(f"{x[n]:.1f}" if n in x else "" for n in ("bf16_us", "int8_us", "fp8_us"))
@@ -235,7 +250,8 @@ def main() -> int:
     import triton
 
     result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(), "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"), "cuda": torch.version.cuda, "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(), "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "cuda": torch.version.cuda, "torch": torch.__version__,
         "triton": triton.__version__, "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"), "commit": _said("git", "rev-parse", "--short", "HEAD"),
         "cases": check(), "ceilings": ceilings(), "linears": [], "attention": [],
     }  # fmt: skip

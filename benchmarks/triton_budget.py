@@ -141,7 +141,7 @@ def markdown(table: dict[str, Any]) -> str:
 def main() -> int:
     import triton
 
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

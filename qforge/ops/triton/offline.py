@@ -63,14 +63,17 @@ class Cost:
 
 
 def compile_for(variant: Variant, capability: int) -> Cost:
-    """Compile for a compute capability (80, 90, 100). Pointers and integers count as multiples of 16, as they are for real shapes."""
+    """Compile for a compute capability (80, 90, 100). Pointers and integers count as multiples of 16, as they are for real shapes,
+    but for those that the kernel does not look at.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = variant.kernel.arg_names
     signature = {name: "constexpr" if name in variant.constants else variant.types[name] for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in variant.constants and (signature[name][0] == "*" or signature[name] == "i32")}
+    plain = {p.name for p in variant.kernel.params if p.do_not_specialize} | variant.constants.keys()
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in plain and (signature[name][0] == "*" or signature[name] == "i32")}
     source = ASTSource(variant.kernel, signature, {(names.index(n),): v for n, v in variant.constants.items()}, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": variant.warps, "num_stages": variant.stages})
     return read_cost(compiled.asm["cubin"], int(compiled.metadata.shared))

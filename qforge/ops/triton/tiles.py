@@ -90,8 +90,11 @@ def tile_for(table: Table, rows: int) -> Tile:
 
 
 def with_step(tile: Tile, step: int) -> Tile:
-    """The tile with steps of so many inputs; with more outputs where steps are short, so that each thread still loads 16 bytes of 4-bit codes at once."""
-    return replace(tile, k=step, n=max(tile.n, min(128, 1024 * tile.warps // step)))
+    """The tile with steps of so many inputs. Short ones have fewer threads, so that each still loads 16 bytes of 4-bit codes at once.
+
+    (As many threads with more outputs, 128 x 32 codes for 128 threads, make Triton 3.9's compiler fail on capability 100.)
+    """
+    return replace(tile, k=step, n=64, warps=2) if step <= 32 and tile.m <= 64 else replace(tile, k=step)
 
 
 def parts_of(tile: Tile, rows: int, outputs: int, inputs: int, processors: int) -> int:

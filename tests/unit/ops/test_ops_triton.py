@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from triton_cases import quantized
 
 from qforge.ops.select import choose
 from qforge.ops.triton import tiles
@@ -25,6 +24,7 @@ from qforge.scheme import Symmetry, parse
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT / "benchmarks"))
+from triton_cases import quantized
 
 
 def test_every_kernel_agrees_with_fp64_in_the_interpreter() -> None:

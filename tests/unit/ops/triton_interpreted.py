@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from triton_cases import Case, attention_case, linear_case, norm_case, rope_case, rounding_case, silu_case
 
 from qforge.ops.triton.tiles import Tile
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
+import gpu_check
+from triton_cases import Case, attention_case, linear_case, norm_case, rope_case, rounding_case, silu_case
 
 H, B, INT8, FP8 = torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
 ROWS = Tile(16, 32, 64, 4, 2)
@@ -60,3 +66,28 @@ CASES: dict[str, Case] = {
 def test_kernel_agrees_with_fp64(case: Case) -> None:
     error, tolerance = case()
     assert error <= tolerance
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_gpu_check_makes_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it but the clock and the graphs, with tiny shapes; torch's attention is not run, to be quick."""
+
+    def once(calls: list[gpu_check.Timed], rounds: int = 15) -> float:
+        calls[0]()
+        return 2.0
+
+    for name, value in (("DEVICE", "cpu"), ("SHAPES", ((32, 128), (16, 128))), ("ROWS", (1, 5)), ("COLD_BYTES", 0), ("microseconds", once), ("CONTEXTS", ((2, 20, 1), (1, 20, 7)))):
+        monkeypatch.setattr(gpu_check, name, value)
+    most = {"bytes": 1e12, "bfloat16": 1e14}
+    products, attention = gpu_check.linears(most, quick=False), gpu_check.attentions()
+    assert [(p["outputs"], p["rows"]) for p in products] == [(32, 1), (32, 5), (16, 1), (16, 5)]
+    assert products[0]["floor_us"] == pytest.approx((32 * 64 + 32 * 2 + 2 * 160) / 1e6)
+    assert {len(p["w4_tiles_us"]) > 3 for p in products} == {True}
+    facts = dict.fromkeys(("device", "date", "commit", "driver", "cuda", "torch", "triton"), "some")
+    page = gpu_check.markdown({**facts, "cases": [{"case": "one", "right": False}], "ceilings": most, "linears": products, "attention": attention})
+    assert "Right: 0 of 1 cases. Wrong: one" in page
+    assert len(page.splitlines()) == 10 + 4 + 3 + 2
+
+
+def test_every_case_of_gpu_check_can_be_made() -> None:
+    assert len({name for name, _ in gpu_check.cases()}) == len(list(gpu_check.cases())) > 90

@@ -11,7 +11,7 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "table_stride", "window"])
 def paged_attention(
     q, keys, values, key_scales, value_scales, tables, starts, lengths, out, most_out, sum_out, scale, queries, table_stride, window,
     HEADS: tl.constexpr, CACHE_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, QUANTIZED: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
@@ -80,7 +80,7 @@ def paged_attention(
         tl.store(sum_out + row, total, mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def merge_parts(parts, most_in, sum_in, out, rows, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr):
     """out `[T, H, D]` from the parts that `paged_attention` left. Grid: (T x H,)."""
     row = tl.program_id(0).to(tl.int64)

@@ -49,7 +49,7 @@ def unpack(words, zeros, DTYPE: tl.constexpr):
     return codes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m_rows", "steps"])  # else each kind of batch is compiled anew, for nothing
 def w4_gemm(
     x, words, scales, zeros, bias, y, m_rows, n_rows, k_columns, k_words, steps,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
@@ -128,7 +128,7 @@ def w4_gemv(
     tl.store(y + rn, result.to(y.dtype.element_ty), mask=n_in)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m_rows"])
 def add_parts(parts, bias, y, m_rows, n_rows, S: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
     """y `[M, N]` = the sum of parts `[S, M, N]` fp32, always in the same order, + bias `[N]`. Grid: (tiles of N, M)."""
     m = tl.program_id(1).to(tl.int64)

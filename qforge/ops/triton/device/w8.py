@@ -56,7 +56,7 @@ def round_rows(x, codes, scales, k_columns, span, LIMIT: tl.constexpr, INT: tl.c
     tl.store(scales + m * tl.num_programs(1) + g + one, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m_rows"])
 def w8_gemm(
     x, input_scales, codes, scales, bias, y, m_rows, n_rows, k_columns, k_part,
     FUSED: tl.constexpr, GROUP: tl.constexpr, INPUT_GROUP: tl.constexpr, LIMIT: tl.constexpr, INT: tl.constexpr, HAS_BIAS: tl.constexpr, SPLIT: tl.constexpr,

@@ -8,24 +8,18 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from unittest import mock
 
 import torch
 
-from qforge.ops import select
-from qforge.ops.native import NativeRounded
 from qforge.runtime import LLM
 
 
-def logits(model: str, text: str, window: int, windows: int, activations: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits `[T, V]` and the tokens that came `[T]`; activations None: the fp32 product."""
-    every = select.kernels
-    allowed = (lambda threads=None: [k for k in every(threads) if not isinstance(k, NativeRounded)]) if activations is None else every
-    with mock.patch.object(select, "kernels", allowed):
-        llm = LLM(model, activations=activations or "fp")
+def logits(model: str, text: str, window: int, windows: int, activations: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits `[T, V]` and the tokens that came `[T]`."""
+    llm = LLM(model, activations=activations)
     ids = llm.tokenizer(text).input_ids
     cut = [ids[i * window : (i + 1) * window] for i in range(min(windows, len(ids) // window))]
-    print(f"{activations or 'fp32 product'}: {llm.kernels()}, {len(cut)} windows")
+    print(f"{activations}: {llm.kernels()}, {len(cut)} windows")
     return torch.cat(list(llm.score(cut))), torch.cat([torch.tensor(c[1:]) for c in cut])
 
 
@@ -37,10 +31,10 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=8)
     args = parser.parse_args()
     text = args.text.read_text()[: args.window * args.windows * 8]
-    exact, came = logits(args.model, text, args.window, args.windows, None)
+    exact, came = logits(args.model, text, args.window, args.windows, "fp")
     p = exact.log_softmax(-1)
     nll = torch.nn.functional.cross_entropy(exact, came)
-    for activations in ("fp", "int8"):
+    for activations in ("int16", "int8"):
         ours, _ = logits(args.model, text, args.window, args.windows, activations)
         ratio = math.exp(torch.nn.functional.cross_entropy(ours, came) - nll)
         kl = (p.exp() * (p - ours.log_softmax(-1))).sum(-1).mean()

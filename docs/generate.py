@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from the commands themselves and README's tables from benchmark results; with --check it only says what is not current (exit code 1 where something is)."""
+"""Writes docs/cli.md from the commands, JSON Schemas from dataclasses, README's tables from results; with --check says what is not current (exit code 1 where something is)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import click
+import schemas
 from tables import filled
 
 from qforge.cli.main import VERBS, cli
 
 PAGE = Path(__file__).resolve().parent / "cli.md"
+RESULTS, COMPARISON = (PAGE.with_name(f"{name}.schema.json") for name in ("results", "comparison"))
 README = PAGE.parent.parent / "README.md"
 HEAD = """# Command line
 
@@ -60,7 +62,8 @@ def _cell(text: str) -> str:
 def main(arguments: list[str]) -> int:
     """Write or check the pages."""
     late = 0
-    for path, text in ((PAGE, page()), (README, filled(README.read_text()))):
+    pages = ((PAGE, page()), (RESULTS, schemas.results()), (COMPARISON, schemas.comparison()), (README, filled(README.read_text())))
+    for path, text in pages:
         current = path.exists() and path.read_text() == text
         if "--check" in arguments:
             print(f"{path.name} is current" if current else f"{path.name} is out of date; run: make docs")

@@ -12,10 +12,12 @@ import torch
 
 from qforge import report
 from qforge.errors import OutputError
+from qforge.evaluate import power
 from qforge.files import LOCK, lock, readable_errors, write_text
 from qforge.models.blocks import BlockModel
 from qforge.models.lora import with_adapters
 from qforge.models.model import Model, open_model
+from qforge.models.rotation import rotated
 from qforge.plan import Plan, make_plan
 from qforge.progress import SILENT, Progress
 from qforge.recipe import Recipe, load_recipe
@@ -28,7 +30,7 @@ from qforge.stages.journal import Journal
 from qforge.stages.meter import Meter, return_freed_memory
 from qforge.stages.texts import Texts, gather_texts
 from qforge.text.documents import documents
-from qforge.text.windows import evaluation_windows
+from qforge.text.windows import EvaluationWindows, evaluation_windows
 from qforge.types import Evaluation, ExportResult, Results
 
 FINISHED = ("results.json", "report.md", "report.html", "junit.xml")
@@ -48,18 +50,19 @@ def plan(recipe: Recipe | str | Path, *, out: str | Path | None = None, override
     """
     recipe = _loaded(recipe, overrides)
     torch.set_num_threads(recipe.run.threads or len(os.sched_getaffinity(0)))
-    _, model = _open(recipe)
+    _, merged, model = _open(recipe)
     blocks = BlockModel(model)
     choices = candidates(recipe, model, blocks)
-    planned = _planned(recipe, model, blocks, choices)
+    planned = _planned(recipe, merged, model, blocks, choices)
     exports.check(recipe, replace(model, schemes=planned.schemes))
     texts = gather_texts(recipe, model, planned, None)
+    planned = replace(planned, notes=(*planned.notes, *_promised(texts.evaluation)))
     _budget(recipe, planned, blocks, texts)
     if choices is not None:
         work = _out(recipe, out) / "work"
         known = auto.recalled(model.fingerprint(), planned, choices, texts, Journal(work)) if work.is_dir() else None
         choice = None if known is None else auto.choose(recipe, choices, known)
-        planned = replace(_planned(recipe, model, blocks, choices, choice), notes=(*planned.notes, auto.said(choice)))
+        planned = replace(_planned(recipe, merged, model, blocks, choices, choice), notes=(*planned.notes, auto.said(choice)))
     return recipe, planned, _estimate(recipe, planned, blocks, texts)
 
 
@@ -85,10 +88,10 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
     out = _out(recipe, out)
     torch.set_num_threads(recipe.run.threads or len(os.sched_getaffinity(0)))
     with meter.stage("open"):
-        base, model = _open(recipe)
+        base, merged, model = _open(recipe)
         blocks = BlockModel(model)
         choices = candidates(recipe, model, blocks)
-        planned = _planned(recipe, model, blocks, choices)
+        planned = _planned(recipe, merged, model, blocks, choices)
         skipped = exports.check(recipe, replace(model, schemes=planned.schemes))
         budget = _budget(recipe, planned, blocks, gather_texts(recipe, model, planned, None))
         model_sha256 = model.fingerprint()
@@ -98,7 +101,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
         journal = Journal(out / "work")
         with meter.stage("texts"):
             texts = gather_texts(recipe, model, planned, journal)
-        for note in (*planned.notes, *texts.notes):
+        for note in (*planned.notes, *texts.notes, *_promised(texts.evaluation)):
             progress.note(note)
         chooser = choice = None
         if choices is not None:
@@ -107,7 +110,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
                 choice = chooser.choice()
         while True:
             if choice is not None:
-                planned = _planned(recipe, model, blocks, choices, choice)
+                planned = _planned(recipe, merged, model, blocks, choices, choice)
                 skipped = exports.check(recipe, replace(model, schemes=planned.schemes))
             artifacts.clear_others(out, recipe, model_sha256, planned, texts, journal)
             with meter.stage("quantize"):
@@ -119,7 +122,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
             if recipe.evaluate is not None and texts.evaluation is not None:
                 with meter.stage("evaluate"):
                     hashes = {"merged": model_sha256, "artifact": written["sha256"]}
-                    evaluation = evidence.measure_artifact(recipe.evaluate.engine, recipe.run.activations, base, model, artifact, hashes, texts.evaluation, journal, progress)
+                    evaluation = evidence.measure_artifact(recipe.evaluate.engine, recipe.run.activations, base, merged, artifact, hashes, texts.evaluation, journal, progress)
             second = None if chooser is None or choice is None else chooser.second(choice, evaluation)
             if second is None:
                 break
@@ -150,7 +153,7 @@ def evaluate(
         text: `builtin`, a `.txt` or `.jsonl` file, or a hub data set.
         window: tokens in a window; capped at the model's context.
         engine: `auto`, `runtime` or `transformers`, for `model`; the reference runs on transformers' code in fp32.
-        activations: `fp` or `int8`, of the runtime.
+        activations: `fp`, `int16` or `int8`, of the runtime.
         progress: told what is going on.
     """
     return_freed_memory()
@@ -159,7 +162,7 @@ def evaluate(
     tokenizer = candidate.tokenizer()
     read = documents(text, role="evaluation", folder=Path(), tokenizer=tokenizer)
     windows = evaluation_windows(read, tokenizer, window, context=getattr(candidate.config, "max_position_embeddings", None))
-    for note in windows.notes:
+    for note in (*windows.notes, *_promised(windows)):
         progress.note(note)
     return evidence.measure(candidate, reference, windows, engine, progress, activations)
 
@@ -182,12 +185,16 @@ def export(artifact: str | Path, format: str, *, type: str | None = None, out: s
     return exports.export_one(open_model(str(artifact)), Path(artifact), format, type, None if out is None else Path(out), progress)
 
 
-def _planned(recipe: Recipe, model: Model, blocks: BlockModel, choices: Candidates | None, choice: Choice | None = None) -> Plan:
+def _planned(recipe: Recipe, merged: Model, model: Model, blocks: BlockModel, choices: Candidates | None, choice: Choice | None = None) -> Plan:
     """The plan; with method auto for what was chosen, or before that for a draft of about the budget's size."""
     if choices is None:
-        return make_plan(recipe, model, blocks)
-    planned = make_plan(recipe, model, blocks, choices.draft() if choice is None else choice.schemes)
+        return make_plan(recipe, model, blocks, merged)
+    planned = make_plan(recipe, model, blocks, merged, choices.draft() if choice is None else choice.schemes)
     return replace(planned, notes=(*choices.notes, *planned.notes))
+
+
+def _promised(windows: EvaluationWindows | None) -> tuple[str, ...]:
+    return () if windows is None else (power.promise(windows.tokens),)
 
 
 def _out(recipe: Recipe, out: str | Path | None) -> Path:
@@ -216,13 +223,12 @@ def _loaded(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
     return recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe), overrides)
 
 
-def _open(recipe: Recipe) -> tuple[Model, Model]:
-    """The base model, and the same with its adapters merged."""
+def _open(recipe: Recipe) -> tuple[Model, Model, Model]:
+    """The base model, the same with its adapters merged, and the form of that which is quantized: rotated, if the recipe says so."""
     section = recipe.model
     base = open_model(section.source, folder=recipe.folder, revision=section.revision, dtype=section.dtype, trust_remote_code=section.trust_remote_code)
-    if not recipe.adapters:
-        return base, base
-    return base, with_adapters(base, [(a.source, a.weight) for a in recipe.adapters], folder=recipe.folder)
+    merged = with_adapters(base, [(a.source, a.weight) for a in recipe.adapters], folder=recipe.folder)
+    return base, merged, rotated(merged) if "rotate" in recipe.quantize.method else merged
 
 
 def _refuse_foreign(out: Path, recipe: Recipe) -> None:

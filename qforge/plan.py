@@ -68,13 +68,14 @@ class Plan:
         return {p.name: p.scheme for p in self.layers if p.scheme is not None}
 
 
-def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, chosen: Mapping[str, Scheme] | None = None) -> Plan:
+def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, chosen: Mapping[str, Scheme] | None = None) -> Plan:
     """Decide everything that can be decided without reading a weight.
 
     Args:
         recipe: what is wanted.
-        model: the merged model.
+        model: what is quantized: the merged model, or that rotated.
         blocks: the same.
+        merged: the merged model, which sizes are compared with.
         chosen: for method auto: the scheme of every linear that the recipe leaves to it.
 
     Raises:
@@ -92,7 +93,10 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, chosen: Mapping[
         notes.append(f"transformers 5.23 {unread}, so that it does not run this artifact as it is meant; qforge does, and other programs that follow its quantization_config")
     _check_transforms(transforms, schemes)
     needed = frozenset() if quantizer is None else statistics_needed(quantizer, schemes, options).union(*(t.needs(options) for t in transforms))
-    parameters = sum(_count(model.weights.info(n).shape) for n in model.weights.names())
+    parameters = _parameters(merged)
+    more = (_parameters(model) - parameters) * model.dtype.itemsize
+    if more:
+        notes.append(f"rotate unties embedding and output head, since only the head takes the last norm's weight: {more / 1e6:,.1f} MB more, unless the head is quantized, too")
     stored, weights, total = _sizes(model, layers)
     bits_per_weight = stored / weights if weights else 8.0 * model.dtype.itemsize
     tokens = recipe.calibration.samples * recipe.calibration.sequence_length if needed else 0
@@ -210,6 +214,10 @@ def unquantized_bytes(model: Model, quantized: Collection[str]) -> int:
 def export_bytes(type_name: str | None, parameters: int, artifact_bytes: int) -> int:
     """About how large an export gets: as many bytes as its type of floats takes, or as the artifact's integers take."""
     return {"f32": 4, "f16": 2, "bf16": 2}.get(type_name or "", 0) * parameters or artifact_bytes
+
+
+def _parameters(model: Model) -> int:
+    return sum(_count(model.weights.info(n).shape) for n in model.weights.names())
 
 
 def _count(shape: Iterable[int]) -> int:

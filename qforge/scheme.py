@@ -219,6 +219,9 @@ class Scheme:
         return None
 
 
+# How the runtime may take the inputs of products with integer weights: as they are, or rounded on the fly.
+ACTIVATIONS = ("fp", "int16", "int8")
+
 PRESETS = {
     "w4a16": "int4-g128-sym",
     "w4a16-asym": "int4-g128-asym",

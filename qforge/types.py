@@ -66,24 +66,112 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaP:
+    """Change of the true token's probability, candidate minus reference, as llama-perplexity reports it. `percentiles`: `min`, `0.1`, `1`, ... `99.9`, `max`."""
+
+    mean: float
+    rms: float
+    percentiles: dict[str, float]
+    mean_ci95: tuple[float, float] | None = None
+    rms_ci95: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Flips:
+    """Shares of positions by whose first choice was the text's token: `right_reference`, `right_candidate`; `lost`: only the reference's; `gained`: only the candidate's."""
+
+    right_reference: float
+    right_candidate: float
+    lost: float
+    gained: float
+    lost_ci95: tuple[float, float] | None = None
+    gained_ci95: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PositionBin:
+    """Mean KL divergence of the tokens that have `start` to `stop - 1` tokens before them in their window; `error`: standard error over clusters, None for a single one."""
+
+    start: int
+    stop: int
+    tokens: int
+    kl_mean: float
+    error: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How many tokens have a KL divergence between `edges[i]` and `edges[i + 1]` nats; the first bin also holds what is smaller, the last what is larger."""
+
+    edges: list[float]
+    counts: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A token that a model thought likely, and its probability."""
+
+    token: int
+    probability: float
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorstToken:
+    """A position where the models differ most: the text's token after `position` tokens of a window, both probabilities of it, what each model expected, and the text before it."""
+
+    window: int
+    position: int
+    kl: float
+    token: int
+    probability: float
+    probability_reference: float
+    expected: list[Guess]
+    expected_reference: list[Guess]
+    text: str | None = None
+    context: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One model (candidate) on one text, beside another (reference) if there is one. Perplexity protocol: `protocol`, in words and numbers."""
+    """One model (candidate) on one text, beside another (reference) if there is one. Perplexity protocol: `protocol`, in words and numbers.
+
+    `candidate`, `reference` and `base` hold `perplexity`, `nll` (nats per token) and, where the text's bytes are known, `bits_per_byte`, the first and last with `_ci95`.
+    Every `_ci95` is a 95 % interval that resamples clusters; None with fewer than eight. `power`: per figure, the smallest difference between two candidates that this
+    text would show in four of five comparisons.
+    """
 
     text_sha256: str
     protocol: dict[str, Any]
     engine: str
     tokens: int
-    candidate: dict[str, float]
+    candidate: dict[str, Any]
     clusters: list[Cluster]
-    reference: dict[str, float] | None = None
+    reference: dict[str, Any] | None = None
     perplexity_ratio: float | None = None
     perplexity_ratio_ci95: tuple[float, float] | None = None
     kl_mean: float | None = None
     kl_mean_ci95: tuple[float, float] | None = None
+    kl_median: float | None = None
+    kl_median_ci95: tuple[float, float] | None = None
+    kl_p90: float | None = None
+    kl_p90_ci95: tuple[float, float] | None = None
     kl_p99: float | None = None
+    kl_p99_ci95: tuple[float, float] | None = None
+    kl_p999: float | None = None
+    kl_p999_ci95: tuple[float, float] | None = None
+    kl_max: float | None = None
     top1_agreement: float | None = None
     top1_agreement_ci95: tuple[float, float] | None = None
-    base: dict[str, float] | None = None
+    top5_agreement: float | None = None
+    top5_agreement_ci95: tuple[float, float] | None = None
+    delta_p: DeltaP | None = None
+    flips: Flips | None = None
+    kl_by_position: list[PositionBin] = field(default_factory=list)
+    kl_histogram: Histogram | None = None
+    worst_tokens: list[WorstToken] = field(default_factory=list)
+    power: dict[str, float] = field(default_factory=dict)
+    base: dict[str, Any] | None = None
     tasks: dict[str, Any] = field(default_factory=dict)
     reference_engine: str | None = None
 
@@ -141,6 +229,29 @@ class LayerResult:
 
 
 @dataclass(frozen=True, slots=True)
+class BlameResult:
+    """What came back when a part of the model was restored to full precision: `kl_mean` of the rest, and the share of the whole divergence that went (`returned`).
+
+    `name`: a decoder block, a linear, or `everything outside of the blocks`; `part_of`: the block that a linear was singled out of.
+    """
+
+    name: str
+    kl_mean: float
+    returned: float
+    part_of: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """Where a divergence comes from, largest share first, measured on `tokens` positions. `words`: what that comes to."""
+
+    tokens: int
+    kl_mean: float
+    parts: list[BlameResult]
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
 class Results:
     """What a run leaves in results.json; the report reads only this. Field names are a contract. `parts`: seconds of what a stage of `timings` consists of, by stage."""
 
@@ -163,12 +274,13 @@ class Results:
     warnings: list[str] = field(default_factory=list)
     auto: dict[str, Any] | None = None
     parts: dict[str, dict[str, float]] = field(default_factory=dict)
+    blame: Blame | None = None
     schema_version: int = 1
 
     @property
     def passed(self) -> bool:
-        """Whether no gate that is an error failed."""
-        return all(g.passed or g.on != "error" for g in self.gates)
+        """Whether no gate that is an error failed, and every export holds the artifact's weights."""
+        return all(g.passed or g.on != "error" for g in self.gates) and not any(v.weights_equal is False for e in self.exports for v in e.verified_by)
 
     def to_json(self) -> str:
         """The text of results.json."""

@@ -54,7 +54,9 @@ def gather(model: Model, out: Path, calibration: Path, samples: int, length: int
     if tuple(chosen.ids.shape) != (samples, length):
         raise DataError(f"{calibration}: {samples} x {length} tokens asked for, the text and the model's context give {' x '.join(map(str, chosen.ids.shape))}")
     windows = evaluation_windows(held_out, tokenizer, window, context=context)
-    windows = replace(windows, ids=windows.ids[:limit], documents=windows.documents[:limit], tokens=sum(len(w) - 1 for w in windows.ids[:limit]))
+    windows = replace(
+        windows, ids=windows.ids[:limit], documents=windows.documents[:limit], bytes=windows.bytes and windows.bytes[:limit], tokens=sum(len(w) - 1 for w in windows.ids[:limit])
+    )
     (out / "ids.json").write_text(json.dumps(chosen.ids.tolist()))
     (out / "windows.json").write_text(json.dumps(windows.ids))
     return Tokens(calibration, out / "ids.json", chosen, windows)

@@ -12,16 +12,19 @@ from typing import Any
 import click
 
 from qforge.files import write_text
+from qforge.scheme import ACTIVATIONS
 
 
 @click.command(name="bench")
 @click.argument("model")
-@click.option("--activations", type=click.Choice(["both", "fp", "int8"]), default="both", show_default=True, help="fp is accurate; int8 rounds activations on the fly (faster).")
+@click.option(
+    "--activations", type=click.Choice(["all", *ACTIVATIONS]), default="all", show_default=True, help="fp is accurate; int16 and int8 round activations on the fly (faster)."
+)
 @click.option("--kv-cache", type=click.Choice(["fp32", "fp16", "int8"]), default="fp32", show_default=True, help="How keys and values are stored; fp32 equals the reference.")
 @click.option("--json", "json_path", metavar="FILE", help="Write the figures to a file; - writes only JSON to stdout.")
 def command(model: str, activations: str, kv_cache: str, json_path: str | None) -> None:
     """Measure MODEL: prefill and decode speed, time to first token, time per token, memory, loading time, and how much of the memory's bandwidth decoding uses."""
-    result = _measure(model, ["fp", "int8"] if activations == "both" else [activations], kv_cache)
+    result = _measure(model, list(ACTIVATIONS) if activations == "all" else [activations], kv_cache)
     text = json.dumps(result, indent=1)
     if json_path == "-":
         click.echo(text)

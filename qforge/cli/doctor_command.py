@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from qforge.errors import MissingCapabilityError
+from qforge.scheme import ACTIVATIONS
 
 
 @click.command("doctor", help="Say what this machine has, and what it lacks and how to get it. Exit code 3 where a required package is missing.")
@@ -34,8 +35,8 @@ def report(machine: dict[str, Any]) -> str:
         ("GPU", "; ".join(f"{g['name']}, {_size(g['memory_bytes'])}, compute capability {g['compute_capability']}" for g in machine["gpus"]) or "none that torch can use"),
         ("native module", f"present, kernels for {', '.join(native['instruction_sets'])}" if native["present"] else "missing"),
     ]
-    lines = [f"{name:<14} {text}" for name, text in rows] + ["", "kernels of the runtime, with --activations fp and int8"]
-    lines += [f"  {scheme:<20} {by['fp']}; {by['int8']}" for scheme, by in machine["kernels"].items()] + ["", "packages"]
+    lines = [f"{name:<14} {text}" for name, text in rows] + ["", "kernels of the runtime, with --activations " + ", ".join(ACTIVATIONS)]
+    lines += [f"  {scheme:<20} {'; '.join(by.values())}" for scheme, by in machine["kernels"].items()] + ["", "packages"]
     for package in machine["packages"]:
         lines.append(f"  {package['name']:<20} {package['version'] or 'missing':<14} {package['purpose']}" + ("" if package["version"] else f"; to get it: {package['get']}"))
     lines += ["", *(f"problem: {p}" for p in machine["problems"])] if machine["problems"] else ["", "everything that is required is here"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from qforge.scheme import ACTIVATIONS
+
 
 @click.command("eval", help="Perplexity of MODEL on a text and, with --against, its divergence from another model.")
 @click.argument("model")
@@ -11,7 +13,7 @@ import click
 @click.option("--text", default="builtin", show_default=True, help="builtin, a .txt or .jsonl file, or a hub data set.")
 @click.option("--window", type=click.IntRange(min=2), default=2048, show_default=True, help="Tokens in a window; capped at the model's context.")
 @click.option("--engine", type=click.Choice(["auto", "runtime", "transformers"]), default="auto", show_default=True, help="What computes MODEL's figures.")
-@click.option("--activations", type=click.Choice(["fp", "int8"]), default="fp", show_default=True, help="fp is accurate; int8 rounds activations on the fly (faster).")
+@click.option("--activations", type=click.Choice(ACTIVATIONS), default="fp", show_default=True, help="fp is accurate; int16 and int8 round activations on the fly (faster).")
 @click.option("--json", "json_file", metavar="FILE", help="Write the evaluation as JSON; - for stdout.")
 def command(model: str, against: str | None, text: str, window: int, engine: str, activations: str, json_file: str | None) -> None:
     """The verb."""

@@ -11,6 +11,7 @@ import click
 from qforge.cli.prompts import read_prompts
 from qforge.errors import DataError
 from qforge.files import write_text
+from qforge.scheme import ACTIVATIONS
 
 
 @click.command(name="generate")
@@ -21,7 +22,7 @@ from qforge.files import write_text
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="0 is greedy.")
 @click.option("--seed", type=click.IntRange(min=0), help="Sample the same tokens again; without it every run differs (unless greedy).")
 @click.option("--json", "json_path", metavar="FILE", help="Write {outputs: [...]} to a file; - writes only JSON to stdout.")
-@click.option("--activations", default="fp", show_default=True, type=click.Choice(["fp", "int8"]), help="fp is accurate; int8 rounds activations on the fly (faster).")
+@click.option("--activations", default="fp", show_default=True, type=click.Choice(ACTIVATIONS), help="fp is accurate; int16 and int8 round activations on the fly (faster).")
 def command(model: str, prompt: str | None, prompts: Path | None, max_tokens: int, temperature: float, seed: int | None, json_path: str | None, activations: str) -> None:
     """Continue prompts with MODEL: a directory, hub id, artifact, .gguf file, or demo."""
     if (prompt is None) == (prompts is None):

@@ -32,6 +32,9 @@ class Package:
 
 _OPTIONAL = (
     ("xllamacpp", "runs every GGUF export in llama.cpp as its check", "pip install 'qforge[llamacpp]'"),
+    ("onnx", "ONNX exports", "pip install 'qforge[onnx]'"),
+    ("onnxruntime", "runs every ONNX export as its check", "pip install 'qforge[onnx]'"),
+    ("onnxruntime-genai", "generates from every ONNX export as its check", "pip install 'qforge[genai]'"),
     ("datasets", "hub data sets as calibration or evaluation text", "pip install datasets"),
     ("peft", "a second opinion on LoRA merges (tests)", "pip install 'qforge[dev]'"),
 )

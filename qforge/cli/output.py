@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,17 +71,11 @@ def _kind(name: str) -> str:
 
 def print_evaluation(evaluation: Evaluation, *, to_stderr: bool = False) -> None:
     """Perplexity, and what there is beside a reference."""
-    rows = [("perplexity", f"{evaluation.candidate['perplexity']:.4f} ({evaluation.tokens:,} tokens, {evaluation.engine})")]
-    if evaluation.reference is not None:
-        rows.append(("reference", f"{evaluation.reference['perplexity']:.4f}"))
-        for label, value, interval in (
-            ("perplexity ratio", evaluation.perplexity_ratio, evaluation.perplexity_ratio_ci95),
-            ("KL divergence, mean", evaluation.kl_mean, evaluation.kl_mean_ci95),
-            ("KL divergence, p99", evaluation.kl_p99, None),
-            ("top-1 agreement", evaluation.top1_agreement, evaluation.top1_agreement_ci95),
-        ):
-            if value is not None:
-                rows.append((label, f"{value:.4f}" + (f" ({interval[0]:.4f} to {interval[1]:.4f})" if interval else "")))
+    from qforge.report import numbers, quality
+
+    found = quality.rows(asdict(evaluation), adapters=False)
+    rows = [(label, value if ends == numbers.MISSING else f"{value} ({ends})") for label, value, ends in found]
+    rows.append(("measured", quality.described(asdict(evaluation))))
     rows.append(("protocol", ", ".join(f"{k} {v}" for k, v in evaluation.protocol.items() if isinstance(v, int | float | str | bool))))
     table(rows, to_stderr=to_stderr)
 

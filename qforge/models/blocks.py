@@ -74,6 +74,11 @@ class BlockModel:
         full = f"{self.block_names[index]}.{name}"
         return self._stored.get(full) or experts.stored_module(self._stored, full)
 
+    def module(self, index: int) -> nn.Module:
+        """A block's module, its weights on the meta device unless the block is open."""
+        module: nn.Module = self._blocks[index]
+        return module
+
     def linears(self, index: int) -> dict[str, nn.Linear]:
         """The linear layers of a block by full module name, in the order of the modelling code (their weights may be on the meta device)."""
         return {self.full_name(index, n): m for n, m in self._blocks[index].named_modules() if isinstance(m, nn.Linear)}
@@ -118,12 +123,13 @@ class BlockModel:
         module.load_state_dict(state, strict=True, assign=True)
         state.clear()  # a weight that is replaced while the block is open goes
         try:
-            with _rounded_inputs(self.linears(index), rounding or self._own_rounding):
+            with _rounded_inputs(self.linears(index), rounding or self.own_rounding):
                 yield module
         finally:
             release(module)
 
-    def _own_rounding(self, name: str) -> Rounding | None:
+    def own_rounding(self, name: str) -> Rounding | None:
+        """What the model's own schemes do to the input of a linear; None where they leave it."""
         scheme = self._model.schemes.get(name)
         static = scheme is not None and scheme.activations is not None and scheme.activations.static
         return numerics.input_rounding(scheme, self._model.linear(name).input_scale if static else None)
@@ -146,7 +152,7 @@ class BlockModel:
             return out.float()
 
         head = {} if self.head_name is None else {self.head_name: self._module.get_output_embeddings()}
-        with self._outer(self._module, replace), _rounded_inputs(head, self._own_rounding):
+        with self._outer(self._module, replace), _rounded_inputs(head, self.own_rounding):
             yield logits
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from qforge.ops.kernel import Kernel
 from qforge.ops.native import NativeInt8, NativeKernel, NativeRounded
 from qforge.ops.reference import ReferenceKernel
 from qforge.ops.triton.linear import TritonW4, TritonW8
-from qforge.scheme import Scheme
+from qforge.scheme import ACTIVATIONS, Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Choice:
 
 def explained(scheme: Scheme, shape: tuple[int, int], device: str = "cpu") -> dict[str, str]:
     """For each kind of activations: the kernel that such a weight runs on, and why not a faster one."""
-    return {a: choose(scheme, shape, device, activations=a).explain() for a in ("fp", "int8")}
+    return {a: choose(scheme, shape, device, activations=a).explain() for a in ACTIVATIONS}
 
 
 def kernels(device: str = "cpu", threads: int | None = None) -> list[Kernel]:
@@ -39,11 +39,11 @@ def choose(scheme: Scheme, shape: tuple[int, int], device: str = "cpu", threads:
     """The fastest kernel for a weight `[O, I]` of this scheme on this device. Needs no weights, so that `inspect` can ask before loading.
 
     Args:
-        activations: `fp`: to be taken accurately; `int8`: to be rounded to 8 bits on the fly where a kernel does that. A scheme that rounds activations always runs as it says.
+        activations: `fp`: as they are; `int16`, `int8`: rounded to so many bits on the fly where a kernel does that. A scheme that rounds activations always runs as it says.
     """
     passed_over: list[tuple[str, str]] = []
     for kernel in kernels(device, threads):
-        if isinstance(kernel, NativeInt8 if scheme.activations is None else NativeRounded) or (isinstance(kernel, NativeRounded) and kernel.bits == 8 and activations != "int8"):
+        if isinstance(kernel, NativeInt8 if scheme.activations is None else NativeRounded) or (isinstance(kernel, NativeRounded) and activations != f"int{kernel.bits}"):
             continue  # not a faster way to the same result
         reason = kernel.supports(scheme, shape, device)
         if reason is None:

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 
 # Figures that need an evaluation beside the original, an evaluation at all, or only a run.
-COMPARED = ("perplexity_ratio", "kl_mean", "kl_p99", "top1_agreement")
-EVALUATED = ("perplexity", *COMPARED)
+COMPARED = ("perplexity_ratio", "kl_mean", "kl_median", "kl_p90", "kl_p99", "kl_p999", "kl_max", "top1_agreement", "top5_agreement", "delta_p_rms", "lost")
+EVALUATED = ("perplexity", "bits_per_byte", *COMPARED)
 MEASURED = ("size_ratio", "size_bytes", "bits_per_weight", "peak_rss_bytes")
 FIGURES = (*EVALUATED, *MEASURED)
 

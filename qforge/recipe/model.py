@@ -29,8 +29,8 @@ from qforge.errors import RecipeError
 from qforge.recipe.limits import EVALUATED, FIGURES, parse_budget, parse_limit, parse_size
 from qforge.scheme import PRESETS, Scheme, parse
 
-METHODS = ("none", "rtn", "gptq", "awq", "smoothquant", "fp8", "nf4", "signround", "auto")
-TRANSFORMS = ("awq", "smoothquant")
+METHODS = ("none", "rtn", "gptq", "awq", "smoothquant", "rotate", "fp8", "nf4", "signround", "auto")
+TRANSFORMS = ("awq", "smoothquant", "rotate")
 FORMATS = ("gguf", "gptq", "awq", "bitsandbytes", "onnx", "tensorrt", "trtllm", "openvino", "mlx", "ascend", "triton")
 _IMPLIED_SCHEMES = {"fp8": "fp8-dynamic", "nf4": "nf4"}
 
@@ -56,6 +56,8 @@ def _methods(value: Any) -> tuple[str, ...]:
     for name in names[:-1]:
         if name not in TRANSFORMS:
             raise ValueError(f"'{name}' cannot come before another method; these can: {', '.join(TRANSFORMS)} (for example [awq, gptq])")
+    if "rotate" in names[1:]:
+        raise ValueError("rotate turns the model before anything else is measured, so it comes first (for example [rotate, smoothquant, gptq])")
     if len(set(names)) != len(names) or (len(names) > 1 and names[-1] in ("none", "auto")):
         raise ValueError("a list of methods names each method once, and neither none nor auto")
     return tuple(names)
@@ -234,7 +236,7 @@ class RunSection(_Section):
     threads: Annotated[int, Field(ge=1)] | None = Field(None, description="CPU threads; null takes all cores.")
     workers: int = Field(1, ge=1, description="Processes that share the work.")
     memory_limit: Bytes | None = Field(None, description="Memory that the run may use, for example 8GiB; null sets no limit.")
-    activations: Literal["fp", "int8"] = Field("fp", description="fp: only weights are quantized (accurate); int8 also rounds activations on the fly (faster).")
+    activations: Literal["fp", "int16", "int8"] = Field("fp", description="fp: only weights are quantized (accurate); int16 and int8 also round activations on the fly (faster).")
 
 
 class ReportSection(_Section):

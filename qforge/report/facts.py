@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from qforge.report import choice
+from qforge.report import choice, quality
 from qforge.report.numbers import MISSING, figure, interval, number, percent, seconds, size
 
 WORST_LAYERS = 10
@@ -47,6 +47,7 @@ def gather(results: Mapping[str, Any]) -> Facts:
     tables = [
         _quality(results),
         _gates(results),
+        _blame(results),
         _sizes(results),
         *_choice(results),
         _exports(results),
@@ -66,9 +67,13 @@ def _verdict(results: Mapping[str, Any]) -> tuple[bool | None, str, list[str]]:
     gates = [g for g in results.get("gates") or [] if g.get("on", "error") != "off"]
     failed = [g for g in gates if not g["passed"]]
     reasons = [f"{g['name']} is {figure(g['name'], g['value'])}, the limit is {g['limit']}" + (" (a warning only)" if g.get("on") == "warn" else "") for g in failed]
+    reasons += [results["blame"]["words"]] if failed and results.get("blame") else []
+    broken = [e["format"] for e in results.get("exports") or [] if any(v.get("weights_equal") is False for v in e.get("verified_by") or [])]
+    reasons += [f"the weights of export {name} are not the artifact's; see Exports" for name in broken]
     hard = [g for g in failed if g.get("on", "error") == "error"]
-    if hard:
-        return False, f"FAILED: {len(hard)} of {len(gates)} gates", reasons
+    if hard or broken:
+        told = ([f"{len(hard)} of {len(gates)} gates"] if hard else []) + [f"export {name}" for name in broken]
+        return False, f"FAILED: {', '.join(told)}", reasons
     if not gates:
         return None, "DONE: nothing was gated", reasons
     if failed:
@@ -78,31 +83,7 @@ def _verdict(results: Mapping[str, Any]) -> tuple[bool | None, str, list[str]]:
 
 def _quality(results: Mapping[str, Any]) -> Table | None:
     e = results.get("evaluation")
-    if e is None:
-        return None
-    rows: list[Row] = []
-    reference = e.get("reference") or {}
-    if e.get("base"):
-        rows.append(("perplexity of the base model, before adapters", number(e["base"]["perplexity"]), MISSING))
-    if reference:
-        rows.append(("perplexity of the original" + (" (merged)" if results.get("adapters") else ""), number(reference["perplexity"]), MISSING))
-    rows.append(("perplexity of the quantized model", number(e["candidate"]["perplexity"]), MISSING))
-    for label, name, digits in (
-        ("perplexity ratio, quantized / original", "perplexity_ratio", 4),
-        ("KL divergence, mean (nats per token)", "kl_mean", 4),
-        ("KL divergence, 99th percentile", "kl_p99", 4),
-        ("top-1 agreement", "top1_agreement", 4),
-    ):
-        if e.get(name) is not None:
-            rows.append((label, number(e[name], digits), interval(e.get(f"{name}_ci95"), digits)))
-    for task, value in (e.get("tasks") or {}).items():
-        rows.append((f"task {task}", str(value), MISSING))
-    protocol = e.get("protocol") or {}
-    unit = protocol.get("cluster", "cluster")
-    words = f"{e['tokens']:,} scored tokens; intervals resample {len(e['clusters']):,} {unit}{'s' if len(e['clusters']) != 1 else ''}. Quantized model: {e['engine']}."
-    if e.get("reference_engine"):
-        words += f" Original: {e['reference_engine']}."
-    return Table("Quality", ("figure", "value", "95 % interval"), rows, words)
+    return None if e is None else Table("Quality", ("figure", "value", "95 % interval"), quality.rows(e, bool(results.get("adapters"))), quality.described(e))
 
 
 def _gates(results: Mapping[str, Any]) -> Table | None:
@@ -111,6 +92,21 @@ def _gates(results: Mapping[str, Any]) -> Table | None:
         for g in results.get("gates") or []
     ]
     return Table("Gates", ("figure", "verdict", "value", "limit", "95 % interval"), rows) if rows else None
+
+
+def _blame(results: Mapping[str, Any]) -> Table | None:
+    found = results.get("blame")
+    if not found:
+        return None
+    rows: list[Row] = [(("  " if p.get("part_of") else "") + p["name"], percent(p["returned"], 1, sign=True), number(p["kl_mean"])) for p in _nested(found["parts"])]
+    words = f"On {found['tokens']:,} tokens the KL divergence is {number(found['kl_mean'])}. Measured: {found['words']}."
+    return Table("Where the divergence comes from", ("restored to full precision", "of the divergence that goes", "KL divergence left"), rows, words)
+
+
+def _nested(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The worst blocks, each followed by its linears."""
+    blocks = [p for p in parts if not p.get("part_of")][:WORST_LAYERS]
+    return [row for b in blocks for row in (b, *(p for p in parts if p.get("part_of") == b["name"]))]
 
 
 def _sizes(results: Mapping[str, Any]) -> Table:

@@ -35,16 +35,16 @@ def _suite(root: ET.Element, name: str, cases: list[ET.Element], time: float) ->
 
 
 def _case(suite: str, name: str) -> ET.Element:
-    return ET.Element("testcase", classname=f"qforge.{suite}", name=_legal(name), time="0")
+    return ET.Element("testcase", classname=f"qforge.{suite}", name=legal(name), time="0")
 
 
 def _gate(gate: Mapping[str, Any]) -> ET.Element:
     case = _case("gates", f"{gate['name']} {gate['limit']}")
     told = f"{gate['name']} is {figure(gate['name'], gate['value'])}, the limit is {gate['limit']}, the 95 % interval {interval(gate.get('interval'))}"
     if not gate["passed"] and gate.get("on", "error") == "error":
-        ET.SubElement(case, "failure", type="gate", message=_legal(told)).text = _legal(told)
+        ET.SubElement(case, "failure", type="gate", message=legal(told)).text = legal(told)
         return case
-    ET.SubElement(case, "system-out").text = _legal(told if gate["passed"] else f"warning: {told}")
+    ET.SubElement(case, "system-out").text = legal(told if gate["passed"] else f"warning: {told}")
     return case
 
 
@@ -58,7 +58,7 @@ def _export(export: Mapping[str, Any]) -> list[ET.Element]:
         cases.append(case)
     for check in export.get("verified_by") or []:
         case = _case("exports", f"{name}: {'executed' if check.get('executed') else 'read'} by {check['engine']}")
-        told = _legal(verification(check))
+        told = legal(verification(check))
         if check.get("weights_equal") is False:
             ET.SubElement(case, "failure", type="export", message=told)
         else:
@@ -66,11 +66,11 @@ def _export(export: Mapping[str, Any]) -> list[ET.Element]:
         cases.append(case)
     if export.get("skipped_because"):
         case = _case("exports", f"{name}: left out")
-        ET.SubElement(case, "skipped", message=_legal(str(export["skipped_because"])))
+        ET.SubElement(case, "skipped", message=legal(str(export["skipped_because"])))
         cases.append(case)
     return cases or [_case("exports", f"{name}: written")]
 
 
-def _legal(text: str) -> str:
+def legal(text: str) -> str:
     """Without characters that XML 1.0 cannot hold."""
     return _ILLEGAL.sub("\ufffd", text)

@@ -7,8 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from qforge.report import comparison
 from qforge.report.facts import gather
-from qforge.report.html import html
+from qforge.report.html import comparison_html, html
 from qforge.report.junit import junit
 from qforge.report.markdown import markdown
 
@@ -30,6 +31,16 @@ def write(results_path: Path, folder: Path, formats: Sequence[str]) -> list[Path
         _replace(folder / name, make(facts))
         written.append(folder / name)
     return written
+
+
+def write_comparison(written: str, folder: Path) -> list[Path]:
+    """Write a comparison, the text of its JSON object, as comparison.json, comparison.md, comparison.html and junit.xml; return their paths."""
+    data = json.loads(written)
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {"comparison.json": written, "comparison.md": comparison.markdown(data), "comparison.html": comparison_html(data), "junit.xml": comparison.junit(data)}
+    for name, text in texts.items():
+        _replace(folder / name, text)
+    return [folder / name for name in texts]
 
 
 def _replace(path: Path, text: str) -> None:

@@ -21,6 +21,7 @@ from qforge.runtime.loader import load
 from qforge.runtime.scheduler import Piece
 from qforge.runtime.sequence import Output, SamplingParams
 from qforge.runtime.step import build_step
+from qforge.scheme import ACTIVATIONS
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 _CACHE_BYTES = 2 << 30  # of the key/value cache by default; pages that are never written take no memory
@@ -31,7 +32,7 @@ class LLM:
 
     Args:
         model: what `open_model` takes (a directory, hub id, `.gguf` file, `demo`), or an opened Model.
-        activations: `fp` (accurate: only weights are quantized) or `int8` (products with integer weights round activations on the fly: faster).
+        activations: `fp` (accurate: only weights are quantized), `int16` or `int8` (products with integer weights round activations on the fly: faster).
         threads: of the native kernels; None: every core this process may use.
         block_size: tokens of a cache block, a multiple of 16.
         num_blocks: cache blocks; None: room for `max_num_seqs` full contexts, at most 2 GiB (but one full context at least).
@@ -173,8 +174,8 @@ def _output(engine: Engine, prompt: str | None, s: seq.Sequence) -> Output:
 
 
 def _check(activations: str, kv_cache: str, threads: int | None, block_size: int, num_blocks: int | None, max_num_seqs: int, max_step_tokens: int) -> None:
-    if activations not in ("fp", "int8"):
-        raise UnsupportedError(f"activations '{activations}' are not known; use fp or int8")
+    if activations not in ACTIVATIONS:
+        raise UnsupportedError(f"activations '{activations}' are not known; use one of {', '.join(ACTIVATIONS)}")
     if kv_cache not in CACHE_TYPES:
         raise UnsupportedError(f"a key/value cache of '{kv_cache}' is not known; use one of {', '.join(CACHE_TYPES)}")
     if block_size < LANES or block_size % LANES:

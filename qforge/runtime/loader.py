@@ -22,7 +22,7 @@ from qforge.types import ModelSpec
 def load(model: Model, *, activations: str = "fp", threads: int | None = None, num_blocks: int, block_size: int, kv_cache: str = "fp32") -> Runner:
     """Build the decoder of a model: the native one, or the reference where there is no native module.
 
-    `activations` is `fp`, or `int8`: rounded on the fly where a kernel does that.
+    `activations` is `fp`, or `int16` or `int8`: rounded on the fly where a kernel does that.
 
     Raises:
         UnsupportedError: a family that the runtime does not list (the message says what runs it), or a kind of cache that is not available.

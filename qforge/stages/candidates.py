@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from qforge.errors import RecipeError, UnsupportedError
+from qforge.errors import MissingCapabilityError, RecipeError, UnsupportedError
 from qforge.export import exporter
 from qforge.layouts import checkpoint
 from qforge.layouts.compressed_tensors import packs_zeros
@@ -148,6 +148,8 @@ def _export_problem(format_name: str, type_name: str | None, model: Model, schem
         return exporter(format_name, type_name).check(replace(model, schemes=schemes))
     except UnsupportedError as e:
         return str(e)
+    except MissingCapabilityError:  # no reason against a scheme; `exports.check` says it
+        return None
 
 
 def _check_fit(listed: tuple[Scheme, ...], fitted: Mapping[str, tuple[Scheme | None, ...]], shapes: Mapping[str, tuple[int, int]]) -> None:

@@ -12,12 +12,13 @@ from qforge.engines.runtime_engine import RuntimeEngine
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import UnsupportedError
 from qforge.evaluate.divergence import evaluate
+from qforge.evaluate.spelling import spelled
 from qforge.models.model import Model
 from qforge.progress import Progress
 from qforge.runtime.decoder import supports
 from qforge.stages.journal import Journal, key
 from qforge.text.windows import EvaluationWindows
-from qforge.types import Cluster, Evaluation
+from qforge.types import Cluster, DeltaP, Evaluation, Flips, Guess, Histogram, PositionBin, WorstToken
 
 
 def engine_for(model: Model, name: str, activations: str = "fp") -> Scorer:
@@ -26,7 +27,7 @@ def engine_for(model: Model, name: str, activations: str = "fp") -> Scorer:
     Args:
         model: whose family decides.
         name: `auto`, `runtime` or `transformers`.
-        activations: `fp` or `int8`.
+        activations: `fp`, `int16` or `int8`.
 
     Raises:
         UnsupportedError: `runtime` was asked for and does not run this model; or activations are to be rounded, and it is not what runs it.
@@ -45,7 +46,9 @@ def engine_for(model: Model, name: str, activations: str = "fp") -> Scorer:
 
 def measure(candidate: Model, reference: Model | None, windows: EvaluationWindows, engine: str, progress: Progress, activations: str = "fp") -> Evaluation:
     """Evaluate one model, beside another if there is one; the reference is computed by transformers' code in fp32."""
-    return evaluate(engine_for(candidate, engine, activations), None if reference is None else TransformersEngine(reference), windows, progress=progress)
+    found = evaluate(engine_for(candidate, engine, activations), None if reference is None else TransformersEngine(reference), windows, progress=progress)
+    tokenizer = candidate.tokenizer()
+    return spelled(found, windows.ids, lambda ids: str(tokenizer.decode(ids)))
 
 
 def measure_artifact(
@@ -63,7 +66,7 @@ def measure_artifact(
         journal: keeps the result.
         progress: is told.
     """
-    name = key("evaluation", engine=engine, activations=activations, text=windows.sha256, protocol=windows.protocol, **key_parts)
+    name = key("evaluation", form=2, engine=engine, activations=activations, text=windows.sha256, protocol=windows.protocol, **key_parts)
     found = journal.load(name)
     if found is not None:
         return evaluation_from(found[1])
@@ -77,5 +80,18 @@ def measure_artifact(
 
 def evaluation_from(value: dict[str, Any]) -> Evaluation:
     """An evaluation from its JSON form."""
-    intervals = {k: tuple(v) for k, v in value.items() if k.endswith("_ci95") and v is not None}
-    return Evaluation(**{**value, **intervals, "clusters": [Cluster(**c) for c in value["clusters"]]})
+    made = {**_tuples(value), "clusters": [Cluster(**c) for c in value["clusters"]]}
+    made["kl_by_position"] = [PositionBin(**b) for b in value["kl_by_position"]]
+    made["worst_tokens"] = [_worst_token(w) for w in value["worst_tokens"]]
+    for name, kind in (("delta_p", DeltaP), ("flips", Flips), ("kl_histogram", Histogram)):
+        made[name] = None if value[name] is None else kind(**_tuples(value[name]))
+    return Evaluation(**made)
+
+
+def _tuples(value: dict[str, Any]) -> dict[str, Any]:
+    """Intervals as pairs, in objects within, too: JSON has only lists."""
+    return {k: tuple(v) if k.endswith("_ci95") and v is not None else _tuples(v) if isinstance(v, dict) else v for k, v in value.items()}
+
+
+def _worst_token(value: dict[str, Any]) -> WorstToken:
+    return WorstToken(**{**value, **{name: [Guess(**g) for g in value[name]] for name in ("expected", "expected_reference")}})

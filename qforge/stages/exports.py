@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from qforge import __version__
-from qforge.engines import checkpoints, llama_cpp
-from qforge.errors import OutputError, UnsupportedError
+from qforge.engines import checkpoints, llama_cpp, onnx_runtime
+from qforge.errors import MissingCapabilityError, OutputError, UnsupportedError
 from qforge.export import exporter
 from qforge.export.agreement import seeded_prompts
 from qforge.export.card import write_card
@@ -42,12 +42,17 @@ def check(recipe: Recipe, planned: Model) -> dict[int, str]:
 
     Raises:
         UnsupportedError: a required export cannot be made.
+        MissingCapabilityError: this machine lacks what a required export needs.
     """
     skipped = {}
     for place, section in enumerate(recipe.export):
         try:
             problem = exporter(section.format, section.type).check(planned)
         except UnsupportedError as e:
+            problem = str(e)
+        except MissingCapabilityError as e:
+            if not section.optional:
+                raise
             problem = str(e)
         if problem is not None and not section.optional:
             raise UnsupportedError(problem if problem.startswith("export ") else f"export {section.format}: {problem}")
@@ -127,15 +132,8 @@ def verify_all(
         if result.path is None:
             done.append(result)
             continue
-        name = key(
-            "verify",
-            artifact=artifact_sha256,
-            export=result.sha256,
-            format=result.format,
-            prompts=prompts,
-            engine=engine,
-            missing=[llama_cpp.missing(), checkpoints.missing("gptq")],
-        )
+        missing = [llama_cpp.missing(), checkpoints.missing("gptq"), onnx_runtime.missing(), onnx_runtime.genai_missing()]
+        name = key("verify", artifact=artifact_sha256, export=result.sha256, format=result.format, prompts=prompts, engine=engine, missing=missing)
         found = journal.load(name)
         if found is None:
             found = ({}, _verified(result, out / result.path, artifact, engine, prompts))

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from qforge.errors import DataError
 from qforge.text.chat import begins_with_bos
 from qforge.text.documents import Documents
@@ -24,6 +27,7 @@ class EvaluationWindows:
         tokens: number of scored positions.
         sha256: of the text, as `Documents.sha256`.
         protocol: the protocol in words and numbers; equal dictionaries mean comparable figures.
+        bytes: UTF-8 bytes of text that the scored tokens of each window stand for; None where the tokenizer does not tell.
         notes: what a user should know (the window was capped, much was dropped).
     """
 
@@ -32,6 +36,7 @@ class EvaluationWindows:
     tokens: int
     sha256: str
     protocol: dict[str, Any]
+    bytes: list[int] | None
     notes: tuple[str, ...] = ()
 
 
@@ -39,6 +44,20 @@ def token_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[
     """The token ids of each text as one string, without special tokens added (those that the text itself spells are kept)."""
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
     return [list(ids) for ids in encoded["input_ids"]]
+
+
+def _byte_ends(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int64]] | None:
+    """Where each token of each text ends, in UTF-8 bytes from the text's start; a character that several tokens share ends with the first of them."""
+    if not tokenizer.is_fast:
+        return None
+    ends = []
+    for text in texts:
+        offsets = tokenizer(text, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        sizes = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
+        position = np.concatenate([[0], np.cumsum(sizes)])
+        ends.append(np.maximum.accumulate(position[np.asarray([end for _, end in offsets], np.int64)]) if offsets else np.zeros(0, np.int64))
+    return ends
 
 
 def evaluation_windows(documents: Documents, tokenizer: PreTrainedTokenizerBase, window: int, *, context: int | None = None) -> EvaluationWindows:
@@ -63,14 +82,25 @@ def evaluation_windows(documents: Documents, tokenizer: PreTrainedTokenizerBase,
     if longest < 2:
         raise DataError(f"{documents.source}: too short to be scored: {longest} token in its longest document, at least 2 are needed")
     whole = longest < size
+    ends = _byte_ends(documents.texts, tokenizer)
     ids: list[list[int]] = []
     owners: list[int] = []
+    spans: list[int] = []
     for i, stream in enumerate(streams):
         pieces = cut(stream, size - len(bos)) if not whole else [stream] * (len(stream) + len(bos) >= 2)
         ids += [bos + piece for piece in pieces]
         owners += [i] * len(pieces)
+        spans += [] if ends is None else _scored_bytes(ends[i], [len(p) for p in pieces], bool(bos))
     protocol = _protocol(window, min(size, longest), bool(bos), whole, streams, ids, owners)
-    return EvaluationWindows(ids, owners, sum(map(len, ids)) - len(ids), documents.sha256, protocol, _notes(documents.source, protocol, size))
+    return EvaluationWindows(ids, owners, sum(map(len, ids)) - len(ids), documents.sha256, protocol, spans if ends is not None else None, _notes(documents.source, protocol, size))
+
+
+def _scored_bytes(ends: NDArray[np.int64], lengths: list[int], bos: bool) -> list[int]:
+    """Bytes of the scored tokens of consecutive windows: of all when a BOS stands before them, else of all but the first."""
+    sizes = np.asarray(lengths, np.int64)
+    stops = np.cumsum(sizes)
+    before = np.concatenate([[0], ends])[stops - sizes + (0 if bos else 1)]
+    return [int(b) for b in ends[stops - 1] - before]
 
 
 def cut(ids: list[int], size: int) -> list[list[int]]:

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import jsonschema
 import pytest
 import tiny
 import torch
@@ -28,6 +29,7 @@ from qforge.models.model import open_model
 from qforge.stages.pieces import BlockPieces
 from qforge.types import Results
 
+ROOT = Path(__file__).resolve().parents[2]
 WORDS = [
     "the",
     "mill",
@@ -97,6 +99,7 @@ def test_every_stage_leaves_what_it_should(tmp_path: Path) -> None:
         assert (out / name).is_file(), name
     stored = json.loads((out / "results.json").read_text())
     assert stored == json.loads(results.to_json())
+    jsonschema.validate(stored, json.loads((ROOT / "docs" / "results.schema.json").read_text()), cls=jsonschema.Draft202012Validator)
     assert stored["artifact"]["sha256"] == sha256_tree(out / "model")
     e = stored["evaluation"]
     assert e["engine"].startswith("qforge")

@@ -39,7 +39,14 @@ def kl(folder: Path, out: str, method: object, scheme: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("method", "scheme", "plain", "gain"), [("smoothquant", STATIC, "rtn", 0.1), ("awq", "int4-g32-sym", "rtn", 0.7), (["smoothquant", "gptq"], STATIC, "gptq", 0.1)]
+    ("method", "scheme", "plain", "gain"),
+    [
+        ("smoothquant", STATIC, "rtn", 0.1),
+        ("awq", "int4-g32-sym", "rtn", 0.7),
+        (["smoothquant", "gptq"], STATIC, "gptq", 0.1),
+        ("rotate", STATIC, "rtn", 0.1),
+        (["rotate", "smoothquant", "gptq"], STATIC, "gptq", 0.1),
+    ],
 )
 def test_outlier_channels_lose_their_harm(tmp_path: Path, method: object, scheme: str, plain: str, gain: float) -> None:
     with_outliers(tiny.make(tmp_path / "model"))
@@ -89,9 +96,43 @@ def kill_at(block: int, path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) 
             qforge.quantize(path, out=out)
 
 
-def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_rotated_artifact_is_a_plain_model_for_others(tmp_path: Path, dtype: torch.dtype) -> None:
+    tiny.make(tmp_path / "model", dtype=dtype)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors["model.norm.weight"] *= torch.linspace(0.5, 1.5, 64, dtype=dtype)
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    quantize = {"method": ["rotate", "gptq"], "scheme": "int4-g32-sym"}
+    results = qforge.quantize(write_recipe(tmp_path, quantize=quantize, export=[{"format": "gptq"}, {"format": "gguf", "type": "q4_0"}]), out=tmp_path / "out")
+    windows = [list(range(3, 60))]
+    artifact, original = open_model(str(tmp_path / "out")), open_model(str(tmp_path / "model"))
+    torch.testing.assert_close(torch.cat(list(TransformersEngine(artifact).score(windows))), logits(tmp_path / "out" / "model", windows), atol=2e-4, rtol=2e-4)
+    assert not artifact.config.tie_word_embeddings
+    assert not torch.equal(artifact.weights.read("lm_head.weight"), artifact.weights.read("model.embed_tokens.weight"))
+    assert any("unties" in w for w in results.warnings)
+    assert results.model["parameters"] == sum(original.weights.read(n).numel() for n in original.weights.names())  # sizes are compared with the model that was given
+    assert all(e.lossless for e in results.exports)
+    assert results.evaluation is not None
+    assert results.evaluation.reference is not None
+    plain = qforge.quantize(write_recipe(tmp_path, quantize={"method": "none"}, export=[]), out=tmp_path / "plain").evaluation
+    assert plain is not None
+    assert results.evaluation.reference["perplexity"] == pytest.approx(plain.candidate["perplexity"], rel=1e-3)  # the reference is not rotated
+
+
+def test_a_rotated_head_can_be_quantized_too(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "model")
+    quantize = {"method": "rotate", "scheme": "w8a8-int8", "ignore": [], "overrides": [{"match": "lm_head", "scheme": "int8-channel-sym"}]}
+    results = qforge.quantize(write_recipe(tmp_path, quantize=quantize, export=[]), out=tmp_path / "out")
+    assert results.evaluation is not None
+    assert results.evaluation.kl_mean is not None
+    assert results.evaluation.kl_mean < 0.01
+    assert str(open_model(str(tmp_path / "out")).schemes["lm_head"]) == "int8-channel-sym"
+
+
+@pytest.mark.parametrize("transform", ["awq", "rotate"])
+def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transform: str) -> None:
     tiny.make(tmp_path / "model", "qwen2", dtype=torch.bfloat16)
-    path = write_recipe(tmp_path, quantize={"method": ["awq", "gptq"], "scheme": "int4-g32-sym"}, export=[], evaluate=None)
+    path = write_recipe(tmp_path, quantize={"method": [transform, "gptq"], "scheme": "int4-g32-sym"}, export=[], evaluate=None)
     qforge.quantize(path, out=tmp_path / "whole")
     kill_at(2, path, tmp_path / "killed", monkeypatch)
     resumed = qforge.quantize(path, out=tmp_path / "killed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from qforge.evaluate.statistics import MIN_CLUSTERS, Mean, Verdict, mean, needs_tokens, verdict
+from qforge.evaluate.statistics import MIN_CLUSTERS, Mean, Verdict, mean, needs_tokens, quantile, verdict
 
 Floats = NDArray[np.float64]
 TRIALS = 1000
@@ -57,6 +58,26 @@ def test_intervals_cover(draw: Callable[[np.random.Generator, int], tuple[Floats
     assert 0.93 <= covered / TRIALS <= 0.97
     if draw is differences:
         assert naive / TRIALS < 0.85
+
+
+@pytest.mark.parametrize(("share", "least"), [(0.5, 0.93), (0.9, 0.93), (0.99, 0.91)])
+def test_intervals_of_quantiles_cover(share: float, least: float) -> None:
+    """Per-token divergences, log-normal around a level that differs between documents, 60 documents of 50 to 500 tokens."""
+    rng = np.random.default_rng(17)
+    truth = math.exp(NormalDist(0, math.hypot(0.6, 1.2)).inv_cdf(share))
+    covered = naive = 0
+    for _ in range(TRIALS):
+        t = sizes(rng, 60).astype(int)
+        owner = np.repeat(np.arange(60), t)
+        values = np.exp(rng.normal(0, 0.6, 60)[owner] + rng.normal(0, 1.2, len(owner)))
+        value, interval = quantile(values, owner, t.astype(float), share)
+        assert interval is not None
+        assert interval[0] <= value <= interval[1]
+        covered += interval[0] <= truth <= interval[1]
+        off = 1.96 * math.sqrt(share * (1 - share) / len(values))
+        naive += float(np.quantile(values, share - off)) <= truth <= float(np.quantile(values, min(1.0, share + off)))
+    assert least <= covered / TRIALS <= 0.97
+    assert naive / TRIALS < 0.85
 
 
 def test_a_verdict_errs_as_rarely_as_it_says() -> None:

@@ -14,7 +14,7 @@ FLAGS = {
     "quantize": ["--dry-run", "--fresh", "--out", "--recipe", "--set"],
     "export": ["--format", "--out", "--type"],
     "eval": ["--activations", "--against", "--engine", "--json", "--text", "--window"],
-    "compare": ["--gate"],
+    "compare": ["--gate", "--json", "--out"],
     "generate": ["--activations", "--json", "--max-tokens", "--prompt", "--prompts", "--seed", "--temperature"],
     "bench": ["--activations", "--json", "--kv-cache"],
     "serve": ["--activations", "--host", "--port"],

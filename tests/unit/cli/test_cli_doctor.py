@@ -25,7 +25,7 @@ def test_json_says_everything() -> None:
     versions = {p["name"]: p["version"] for p in said["packages"]}
     assert versions["torch"] == importlib.metadata.version("torch")
     assert all(p["get"] and p["purpose"] for p in said["packages"])
-    assert said["kernels"]["int4-g128-sym"] == {"fp": "native-a16", "int8": "native-a8"}
+    assert said["kernels"]["int4-g128-sym"] == {"fp": "native", "int16": "native-a16", "int8": "native-a8"}
     assert said["kernels"]["nf4"]["int8"].startswith("native (not native-a8: it multiplies integers")
     assert said["native"]["present"] == bool(said["native"]["instruction_sets"])
 

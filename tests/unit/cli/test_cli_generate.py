@@ -10,6 +10,7 @@ import tiny
 
 from qforge.cli.main import main
 from qforge.runtime import LLM, SamplingParams
+from qforge.scheme import ACTIVATIONS
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +85,9 @@ def test_bench_writes_the_keys_of_the_contract(model: Path, capsys: pytest.Captu
     assert _run("bench", model, "--json", "-") == 0
     result = json.loads(capsys.readouterr().out)
     assert set(result) == {"environment", "prefill", "decode", "ttft_ms", "tpot_ms", "peak_rss_bytes", "load_seconds"}
-    assert [tuple(r.values())[:3] for r in result["prefill"]] == [(n, b, a) for a in ("fp", "int8") for n, b in ((128, 1), (128, 8))]
-    assert [set(r) for r in result["prefill"]] == [{"tokens", "batch", "activations", "tokens_per_second"}] * 4
-    assert [(r["batch"], r["context"], r["activations"]) for r in result["decode"]] == [(b, 128, a) for a in ("fp", "int8") for b in (1, 8, 32)]
+    assert [tuple(r.values())[:3] for r in result["prefill"]] == [(n, b, a) for a in ACTIVATIONS for n, b in ((128, 1), (128, 8))]
+    assert [set(r) for r in result["prefill"]] == [{"tokens", "batch", "activations", "tokens_per_second"}] * 6
+    assert [(r["batch"], r["context"], r["activations"]) for r in result["decode"]] == [(b, 128, a) for a in ACTIVATIONS for b in (1, 8, 32)]
     assert all(r["read_bandwidth_fraction"] > 0 for r in result["decode"])
     assert result["environment"]["read_bandwidth"] > 1e8
     assert all(r["tokens_per_second"] > 0 for r in result["prefill"] + result["decode"])

@@ -6,14 +6,19 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import jsonschema
 import numpy as np
 import pytest
 
 from qforge.cli.main import main
 from qforge.errors import DataError
-from qforge.evaluate.compare import compare, read
+from qforge.evaluate.compare import compare
+from qforge.evaluate.sides import read
 from qforge.types import Cluster, Evaluation
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 def evaluation(*, clusters: int = 300, seed: int = 0, nll: float = 0.0, kl: float = 0.0, agree: float = 0.0, noise: float = 0.01, alone: bool = False) -> dict[str, Any]:
@@ -116,13 +121,13 @@ def test_gates_decide_by_the_interval(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_results_json_and_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a = write(tmp_path, "a.json", {"evaluation": evaluation(), "recipe_sha256": "0" * 64, "model": {"source": "m"}, "artifact": {"bits_per_weight": 4.25}})
-    b = write(tmp_path, "b.json", {"evaluation": evaluation(), "recipe_sha256": "1" * 64, "model": {"source": "m"}, "artifact": {"bits_per_weight": 4.5}})
+    a = write(tmp_path, "a.json", {"evaluation": evaluation(), "recipe": {"quantize": {"scheme": "int4-g64-sym"}}, "model": {"source": "m"}, "artifact": {"bits_per_weight": 4.25}})
+    b = write(tmp_path, "b.json", {"evaluation": evaluation(), "recipe": {"quantize": {"scheme": "int4-g32-sym"}}, "model": {"source": "m"}, "artifact": {"bits_per_weight": 4.5}})
     assert run(a, b) == 0
     out = capsys.readouterr().out
-    assert "recipe: 000000000000 -> 111111111111" in out
+    assert "recipe: quantize.scheme: int4-g64-sym -> int4-g32-sym" in out
     assert "bits per weight: 4.25 -> 4.5" in out
-    assert "model:" not in out
+    assert "weights:" not in out
     assert run(a, write(tmp_path, "c.json", evaluation())) == 0
 
 
@@ -179,3 +184,59 @@ def test_refuses_what_is_no_json_or_not_there(tmp_path: Path, capsys: pytest.Cap
     for gate in ("about one", "perplexity_ratio", "size_ratio <= 1", "perplexity_ratio == 1"):
         assert run(a, a, "--gate", gate) == 2
     assert "internal" not in capsys.readouterr().err
+
+
+def test_a_gate_may_only_warn_and_says_how_far_and_how_sure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path, "a.json", evaluation()), write(tmp_path, "b.json", evaluation(seed=1, nll=0.02))
+    assert run(a, b, "--gate", "warn: perplexity_ratio <= 1.01") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("PASSED with warnings: perplexity_ratio beyond the limit")
+    assert "WARNING: 0.0091" in out
+    assert "beyond the limit with >99.9 % confidence" in out
+    ratio = compare(read(a), read(b)).rows[0].change
+    near = compare(read(a), read(b), [f"perplexity_ratio <= {ratio}"]).gates[0]
+    assert near.confidence == pytest.approx(0.5)
+    assert not near.sure
+
+
+def test_exact_figures_can_be_gated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = (write(tmp_path, f"{n}.json", {"evaluation": evaluation(), "artifact": {"size_bytes": n, "bits_per_weight": n / 100}}) for n in (400, 500))
+    assert run(a, b, "--gate", "size_change <= 1.2", "--gate", "bits_per_weight <= 5") == 1
+    assert "FAILED: size_change beyond the limit" in capsys.readouterr().out
+
+
+def test_the_files_that_a_pull_request_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path, "a.json", evaluation()), write(tmp_path, "b.json", evaluation(seed=1, nll=0.02, kl=0.005, agree=-0.02))
+    assert run(a, b, "--out", tmp_path / "out", "--json", "-") == 1
+    streams = capsys.readouterr()
+    data = json.loads(streams.out)
+    assert streams.err.startswith("FAILED: significantly worse")
+    assert json.loads((tmp_path / "out" / "comparison.json").read_text()) == data
+    jsonschema.validate(data, json.loads((DOCS / "comparison.schema.json").read_text()), cls=jsonschema.Draft202012Validator)
+    assert data["passed"] is False
+    assert [r["name"] for r in data["rows"]] == ["perplexity", "kl_mean", "top1_agreement"]
+    comment = (tmp_path / "out" / "comparison.md").read_text()
+    assert comment.splitlines()[:2] == ["<!-- qforge compare -->", "### qforge: FAILED: significantly worse in perplexity, KL divergence, top-1 agreement"]
+    assert f"qforge compare {a} {b}" in comment
+    suites = ElementTree.parse(tmp_path / "out" / "junit.xml").getroot()
+    assert (suites.get("tests"), suites.get("failures")) == ("3", "3")
+    page = (tmp_path / "out" / "comparison.html").read_text()
+    assert "significantly worse" in page
+    assert "<script" not in page
+
+
+def test_two_hundred_tokens_are_not_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short, other = evaluation(clusters=1), evaluation(clusters=1, seed=1, nll=0.02, kl=0.01, agree=-0.02)
+    assert 200 <= short["tokens"] <= 256
+    assert run(write(tmp_path, "a.json", short), write(tmp_path, "b.json", other), "--out", tmp_path / "out") == 0
+    assert "not enough data (needs about" in capsys.readouterr().out
+    assert ElementTree.parse(tmp_path / "out" / "junit.xml").getroot().get("skipped") == "3"
+
+
+def test_a_layer_whose_error_grew_is_named(tmp_path: Path) -> None:
+    def results(error: float) -> dict[str, Any]:
+        layers = [{"name": f"model.layers.{i}.mlp.up_proj", "scheme": "int4-g64-sym", "relative_error": 0.1 + 0.02 * (i == 1) * error} for i in range(3)]
+        return {"evaluation": evaluation(), "layers": layers}
+
+    found = compare(read(write(tmp_path, "a.json", results(0))), read(write(tmp_path, "b.json", results(1)))).changed
+    assert found == {"layers": ["model.layers.1.mlp.up_proj: error of weights 0.1000 -> 0.1200 (+20.0%)"]}

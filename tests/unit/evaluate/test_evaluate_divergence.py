@@ -14,7 +14,9 @@ import torch
 
 from qforge.engines.base import chunks
 from qforge.errors import DataError, NumericalError, UnsupportedError
-from qforge.evaluate.divergence import evaluate, score_windows
+from qforge.evaluate.divergence import evaluate
+from qforge.evaluate.scores import score_windows
+from qforge.evaluate.spelling import spelled
 
 VOCABULARY = 311
 
@@ -39,6 +41,7 @@ class Windows:
     documents: list[int]
     sha256: str = "a" * 64
     protocol: dict[str, Any] = field(default_factory=lambda: {"window": 300})
+    bytes: list[int] | None = None
 
 
 def problem(lengths: list[int], seed: int = 0, spread: float = 4.0) -> tuple[Stored, Stored, Windows]:
@@ -53,11 +56,15 @@ def dense(ours: Stored, theirs: Stored, windows: Windows) -> dict[str, np.ndarra
     """The same figures written plainly: all positions, fp64, log-softmax."""
     p, q = (torch.cat(s.logits).double().log_softmax(-1) for s in (theirs, ours))
     y = torch.tensor([t for w in windows.ids for t in w[1:]])[:, None]
+    best = [[set(row.argsort(descending=True)[:5].tolist()) for row in m] for m in (p, q)]
     return {
         "nll": -q.gather(1, y)[:, 0].numpy(),
         "nll_reference": -p.gather(1, y)[:, 0].numpy(),
         "kl": (p.exp() * (p - q)).sum(-1).numpy(),
         "agree": (p.argmax(-1) == q.argmax(-1)).numpy(),
+        "common": np.array([len(a & b) for a, b in zip(*best, strict=True)]),
+        "right": (q.argmax(-1) == y[:, 0]).numpy(),
+        "right_reference": (p.argmax(-1) == y[:, 0]).numpy(),
     }
 
 
@@ -67,7 +74,7 @@ def test_equals_a_plain_fp64_computation(lengths: list[int], spread: float) -> N
     ours, theirs, windows = problem(lengths, spread=spread)
     want = dense(ours, theirs, windows)
     tokens = list(score_windows(ours, theirs, windows.ids))
-    for name in ("nll", "nll_reference", "kl", "agree"):
+    for name in want:
         np.testing.assert_allclose(np.concatenate([getattr(t, name) for t in tokens]), want[name], rtol=1e-6, atol=1e-6)
     got = evaluate(ours, theirs, windows)
     assert got.tokens == sum(lengths) - len(lengths)
@@ -80,10 +87,78 @@ def test_equals_a_plain_fp64_computation(lengths: list[int], spread: float) -> N
     assert got.top1_agreement == want["agree"].mean()
 
 
+@pytest.mark.parametrize("lengths", [[129, 130, 2, 300], [61] * 20])
+def test_distributions_equal_a_plain_fp64_computation(lengths: list[int]) -> None:
+    ours, theirs, windows = problem(lengths, seed=3)
+    want, got = dense(ours, theirs, windows), evaluate(ours, theirs, windows)
+    for name, share in (("kl_median", 50), ("kl_p90", 90), ("kl_p99", 99), ("kl_p999", 99.9), ("kl_max", 100)):
+        assert getattr(got, name) == pytest.approx(np.percentile(want["kl"], share), abs=1e-6), name
+    assert got.top5_agreement == pytest.approx(want["common"].mean() / 5, abs=1e-12)
+    change = np.exp(-want["nll"]) - np.exp(-want["nll_reference"])
+    assert got.delta_p is not None
+    assert got.delta_p.mean == pytest.approx(change.mean(), abs=1e-6)
+    assert got.delta_p.rms == pytest.approx(np.sqrt((change**2).mean()), abs=1e-6)
+    named = {"min": 0.0, "max": 100.0, **{name: float(name) for name in got.delta_p.percentiles if name not in ("min", "max")}}
+    assert list(got.delta_p.percentiles.values()) == pytest.approx([np.percentile(change, named[name]) for name in got.delta_p.percentiles], abs=1e-6)
+    assert got.flips is not None
+    assert got.flips.right_candidate - got.flips.right_reference == pytest.approx(got.flips.gained - got.flips.lost, abs=1e-12)
+    assert got.flips.lost == (want["right_reference"] & ~want["right"]).mean()
+    position = np.concatenate([np.arange(1, n) for n in lengths])
+    assert sum(b.tokens for b in got.kl_by_position) == got.tokens
+    assert got.kl_by_position[-1].stop == max(lengths)
+    for b in got.kl_by_position:
+        assert b.kl_mean == pytest.approx(want["kl"][(position >= b.start) & (position < b.stop)].mean(), abs=1e-6)
+    assert got.kl_histogram is not None
+    assert sum(got.kl_histogram.counts) == got.tokens
+    counts = np.histogram(want["kl"], got.kl_histogram.edges)[0]
+    assert np.abs(counts[1:] - got.kl_histogram.counts[1:]).sum() <= 2  # a value on an edge
+
+
+def test_every_figure_has_an_interval_that_holds_it() -> None:
+    ours, theirs, windows = problem([61] * 20, seed=4)
+    got = evaluate(ours, theirs, Windows(windows.ids, windows.documents, bytes=[240] * 20))
+    held = {name: getattr(got, name) for name in ("perplexity_ratio", "kl_mean", "kl_median", "kl_p90", "kl_p99", "kl_p999", "top1_agreement", "top5_agreement")}
+    intervals = {name: getattr(got, f"{name}_ci95") for name in held}
+    assert got.delta_p is not None
+    assert got.flips is not None
+    assert got.reference is not None
+    for source, names in ((got.candidate, ("perplexity", "bits_per_byte")), (got.reference, ("perplexity", "bits_per_byte"))):
+        held |= {f"{id(source)} {n}": source[n] for n in names}
+        intervals |= {f"{id(source)} {n}": source[f"{n}_ci95"] for n in names}
+    held |= {"mean": got.delta_p.mean, "rms": got.delta_p.rms, "lost": got.flips.lost, "gained": got.flips.gained}
+    intervals |= {"mean": got.delta_p.mean_ci95, "rms": got.delta_p.rms_ci95, "lost": got.flips.lost_ci95, "gained": got.flips.gained_ci95}
+    for name, (low, high) in intervals.items():
+        assert low <= held[name] <= high, name
+        assert low < high or held[name] in (0.0, 1.0), name
+    assert got.candidate["bits_per_byte"] == pytest.approx(got.candidate["nll"] * 60 / 240 / math.log(2), rel=1e-12)
+    assert set(got.power) == {"perplexity_ratio", "kl_mean", "top1_agreement"}
+
+
+def test_the_worst_tokens_are_the_worst_and_can_be_read() -> None:
+    ours, theirs, windows = problem([129, 130, 300], seed=5)
+    want, got = dense(ours, theirs, windows), evaluate(ours, theirs, windows)
+    assert [w.kl for w in got.worst_tokens] == pytest.approx(sorted(want["kl"], reverse=True)[:20], abs=1e-6)
+    place = [(i, n) for i, length in enumerate(map(len, windows.ids)) for n in range(1, length)]
+    for w in got.worst_tokens:
+        row = place.index((w.window, w.position))
+        assert want["kl"][row] == pytest.approx(w.kl, abs=1e-6)
+        assert w.token == windows.ids[w.window][w.position]
+        assert w.probability == pytest.approx(math.exp(-want["nll"][row]), abs=1e-7)
+        assert w.probability_reference == pytest.approx(math.exp(-want["nll_reference"][row]), abs=1e-7)
+        logits = ours.logits[w.window][w.position - 1].double()
+        assert [g.token for g in w.expected] == logits.argsort(descending=True)[:3].tolist()
+        assert [g.probability for g in w.expected] == pytest.approx(logits.softmax(-1).sort(descending=True).values[:3].tolist(), abs=1e-6)
+    read = spelled(got, windows.ids, lambda ids: "".join(f"<{i}>" for i in ids)).worst_tokens[0]
+    assert read.text == f"<{read.token}>"
+    assert read.context is not None
+    assert read.context.endswith(f"<{windows.ids[read.window][read.position - 1]}>")
+    assert read.expected_reference[0].text == f"<{read.expected_reference[0].token}>"
+
+
 def test_equal_models_have_no_divergence_at_all() -> None:
     ours, _, windows = problem([200] * 10)
     got = evaluate(ours, ours, windows)
-    assert (got.perplexity_ratio, got.kl_mean, got.kl_p99, got.top1_agreement) == (1.0, 0.0, 0.0, 1.0)
+    assert (got.perplexity_ratio, got.kl_mean, got.kl_p99, got.kl_max, got.top1_agreement, got.top5_agreement) == (1.0, 0.0, 0.0, 0.0, 1.0, 1.0)
     assert (got.perplexity_ratio_ci95, got.kl_mean_ci95, got.top1_agreement_ci95) == ((1.0, 1.0), (0.0, 0.0), (1.0, 1.0))
 
 

@@ -26,7 +26,8 @@ def rtn(model, text="int4-g32-sym", overrides=None, head=False, ignore=()):
         stored = f"{name}.weight" if f"{name}.weight" in model.weights.names() else "model.embed_tokens.weight"
         weight = model.weights.read(stored).float()
         scheme = schemes[name]
-        return numerics.quantize(weight, scheme, *numerics.minmax_parameters(weight, scheme), upper=numerics.super_scales(weight, scheme))
+        bias = model.weights.read(f"{name}.bias") if f"{name}.bias" in model.weights.names() else None
+        return numerics.quantize(weight, scheme, *numerics.minmax_parameters(weight, scheme), upper=numerics.super_scales(weight, scheme), bias=bias)
 
     return schemes, linear
 

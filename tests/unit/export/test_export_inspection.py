@@ -69,7 +69,7 @@ def test_bits_of_the_quantized_weights(files, capsys):
 
 def test_the_kernel_of_each_linear_is_named(files, capsys):
     found = json.loads(run(capsys, files / "run", "--json")[1])
-    assert all(e["kernels"] == {"fp": "native-a16", "int8": "native-a8"} for e in found["linears"])
+    assert all(e["kernels"] == {"fp": "native", "int16": "native-a16", "int8": "native-a8"} for e in found["linears"])
     assert found["runtime"] == {"runs": True, "reason": None}
     assert f"kernels:    native-a8 ({len(found['linears'])}) with --activations int8" in run(capsys, files / "run")[1]
 

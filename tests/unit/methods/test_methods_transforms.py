@@ -142,3 +142,19 @@ def test_awq_alone_rounds_with_searched_ranges() -> None:
         q, _ = quantizer.quantize(w, INT4, stats_of(x), Options())
         errors.append(float((x @ (numerics.dequantize(q) - w).T).norm()))
     assert errors[0] < errors[1]
+
+
+def test_rounding_to_nearest_searches_its_scales_below_eight_bits() -> None:
+    quantizer = find("rtn")
+    assert quantizer is not None
+    w = weight() ** 3
+    errors = {}
+    for text in ("int4-g32-sym", "int3-g32-asym", "nvfp4", "int8-channel-sym", "fp8-e4m3-channel"):
+        for search in (True, False):
+            q, _ = quantizer.quantize(w, parse(text), None, Options(scale_search=search))
+            errors[text, search] = float((numerics.dequantize(q) - w).norm())
+        assert quantizer.needs(Options()) == frozenset()
+    for text in ("int4-g32-sym", "int3-g32-asym", "nvfp4"):
+        assert errors[text, True] < 0.98 * errors[text, False]
+    for text in ("int8-channel-sym", "fp8-e4m3-channel"):
+        assert errors[text, True] == errors[text, False]

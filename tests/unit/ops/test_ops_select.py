@@ -5,21 +5,22 @@ from __future__ import annotations
 import pytest
 
 from qforge.ops.select import choose
-from qforge.scheme import parse
+from qforge.scheme import ACTIVATIONS, parse
 
 
 @pytest.mark.parametrize("text", ["int4-g64-sym", "int4-g128-asym", "int8-channel-sym", "int3-g32-sym", "int4-tensor-asym", "int8-block128-sym"])
-def test_integer_weights_meet_activations_of_16_bits_or_of_8_where_asked(text: str) -> None:
-    assert choose(parse(text), (256, 256)).explain() == "native-a16"
+def test_integer_weights_meet_rounded_activations_only_where_asked(text: str) -> None:
+    assert choose(parse(text), (256, 256)).explain() == "native"
+    assert choose(parse(text), (256, 256), activations="int16").explain() == "native-a16"
     assert choose(parse(text), (256, 256), activations="int8").explain() == "native-a8"
 
 
 @pytest.mark.parametrize("text", ["fp8-e4m3-channel", "nf4", "nvfp4", "mxfp4"])
-@pytest.mark.parametrize("activations", ["fp", "int8"])
+@pytest.mark.parametrize("activations", ACTIVATIONS)
 def test_other_packed_weights_run_on_the_native_kernel(text: str, activations: str) -> None:
     choice = choose(parse(text), (256, 256), activations=activations)
     assert choice.kernel.name == "native"
-    assert [name for name, reason in choice.passed_over if "multiplies integers" in reason] == ["native-a8", "native-a16"][activations == "fp" :]
+    assert [name for name, reason in choice.passed_over if "multiplies integers" in reason] == {"fp": [], "int16": ["native-a16"], "int8": ["native-a8"]}[activations]
 
 
 @pytest.mark.parametrize("text", ["w8a8-int8", "int8-channel-asym+int8-tensor-static", "int4-g32-sym+int8-token"])

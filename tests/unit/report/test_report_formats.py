@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from qforge.report.summary import summary
 
 VOID = {"meta", "link"}
 FIGURES = [
+    "1.0417", "0.0441 to 0.0472", "0.3211 to 0.3444", "1.1876 to 1.2991", "3.4567", "9.8765", "0.8101 to 0.8145", "-1.230%", "9.870%", "4.03%", "2.030% to 2.210%",
     "1.0833", "1.0789 to 1.0877", "0.1257 to 0.1362", "1.2346", "0.7754", "31.4159", "113.0 MB", "269.0 MB", "42.0%", "4.250", "6.720", "134,515,008",
     "89,250 scored tokens", "350 windows", "1.2 GB", "151.0 MB", "3 min 07 s", "4 min 51 s", "31 pieces computed", "4 pieces resumed", "qforge 0.1.0",
     "transformers 5.23.0", "llama.cpp b6500", "KL 0.000310", "top-1 99.21%", "4,096 positions", "weights equal bit for bit", "WEIGHTS DIFFER",
@@ -82,9 +84,9 @@ def test_a_reader_finds(results: dict[str, Any], figure: str) -> None:
 
 def test_the_verdict_comes_first(results: dict[str, Any]) -> None:
     text = markdown(gather(results))
-    assert text.splitlines()[2] == "**FAILED: 1 of 3 gates**"
+    assert text.splitlines()[2] == "**FAILED: 1 of 3 gates, export gptq**"
     assert unescaped(text.splitlines()[4]) == "- top1_agreement is 0.7754, the limit is >= 0.80"
-    assert page(html(gather(results))).text.startswith("qforge: demo FAILED: 1 of 3 gates")
+    assert page(html(gather(results))).text.startswith("qforge: demo FAILED: 1 of 3 gates, export gptq")
 
 
 @pytest.mark.parametrize(
@@ -98,13 +100,23 @@ def test_the_verdict_comes_first(results: dict[str, Any]) -> None:
     ],
 )
 def test_verdicts(results: dict[str, Any], gates: list[tuple[str, bool]], verdict: str, good: bool | None) -> None:
-    changed = {**results, "gates": [{"name": "kl_mean", "limit": "<= 1", "value": 0.5, "passed": p, "on": on, "interval": None} for on, p in gates]}
+    changed = {**results, "exports": [], "gates": [{"name": "kl_mean", "limit": "<= 1", "value": 0.5, "passed": p, "on": on, "interval": None} for on, p in gates]}
     facts = gather(changed)
     assert (facts.verdict, facts.good) == (verdict, good)
     assert verdict in markdown(facts)
     assert verdict in html(facts)
     assert summary(changed)[0] == ("result", verdict)
-    assert ET.fromstring(junit(facts)).get("failures") == str(sum(on == "error" and not p for on, p in gates) + 2)
+    assert ET.fromstring(junit(facts)).get("failures") == str(sum(on == "error" and not p for on, p in gates))
+
+
+def test_an_export_with_other_weights_fails(results: dict[str, Any]) -> None:
+    facts = gather({**results, "gates": []})
+    assert (facts.verdict, facts.good) == ("FAILED: export gptq", False)
+    assert facts.reasons == ["the weights of export gptq are not the artifact's; see Exports"]
+    from conftest import sample
+
+    assert not replace(sample(), gates=[]).passed
+    assert replace(sample(), gates=[], exports=sample().exports[:1]).passed
 
 
 def test_the_page_needs_nothing_from_outside(results: dict[str, Any]) -> None:
@@ -126,8 +138,13 @@ def test_the_page_needs_nothing_from_outside(results: dict[str, Any]) -> None:
 def test_plots_hold_their_numbers(results: dict[str, Any]) -> None:
     parsed = page(html(gather(results)))
     labels = [a["aria-label"] for t, a in parsed.seen if t == "svg"]
-    assert labels == ["perplexity of each window, original and quantized", "histogram of KL divergence", "relative error of each layer"]
-    assert sum(t == "circle" for t, _ in parsed.seen) == 350
+    assert labels[:2] == ["KL divergence by position", "histogram of the KL divergence of tokens"]
+    assert labels[2:] == ["perplexity of each window, original and quantized", "histogram of KL divergence", "relative error of each layer"]
+    assert sum(t == "circle" for t, _ in parsed.seen) == 350 + 8
+    assert "1 to 1 tokens before: 0.2000 (350 tokens)" in parsed.text
+    assert "0.01 to 0.1 nats: 40,000 tokens" in parsed.text
+    assert "original expected" in parsed.text
+    assert "91.2% → 0.1%" in parsed.text
     layer = results["layers"][0]
     assert f"{layer['name']}: {layer['relative_error']:.4f} (int4-g64-sym)" in parsed.text
     for tag, attributes in parsed.seen:
@@ -193,7 +210,7 @@ def test_the_same_text_twice_is_said_aloud(results: dict[str, Any]) -> None:
 
 def test_summary_rows(results: dict[str, Any]) -> None:
     rows = dict(summary(results))
-    assert rows["result"] == "FAILED: 1 of 3 gates"
+    assert rows["result"] == "FAILED: 1 of 3 gates, export gptq"
     assert rows["perplexity ratio"].endswith("(95 %: 1.0789 to 1.0877)")
     assert rows["gate top1_agreement"] == "FAILED: 0.7754 is not >= 0.80"
     assert rows["gate size_ratio"].startswith("WARNING")

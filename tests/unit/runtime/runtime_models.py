@@ -94,10 +94,3 @@ def greedy(theirs: PreTrainedModel, prompt: list[int], tokens: int) -> list[int]
     ids = torch.tensor([prompt])
     out: list[int] = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)[0, len(prompt) :].tolist()
     return out
-
-
-def short_of_greedy(theirs: PreTrainedModel, prompt: list[int], tokens: list[int]) -> float:
-    """How far tokens' logits lie below the largest ones, at most; 0 if each is the greedy choice."""
-    with torch.no_grad():
-        logits = theirs(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    return float((logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]).max())

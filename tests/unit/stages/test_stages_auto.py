@@ -50,7 +50,7 @@ def test_an_export_drops_what_it_cannot_hold(tmp_path: Path) -> None:
     assert [str(s) for s in held.options(Q)] == ["int2-g96-sym", "int3-g96-sym", "int4-g96-sym", "int4-g32-sym", "int8-channel-sym"]
     assert [n.split(" is no candidate")[0] for n in held.notes] == ["int5-g128-sym", "int6-g128-sym"]
     assert texts(tmp_path, Q, {}, export=[{"format": "gguf", "type": "q4_0"}]) == ["int2-g96-sym", "int3-g96-sym", "int4-g96-sym", "int4-g32-sym"]
-    assert found(tmp_path, {}, export=[{"format": "onnx", "optional": True}]).notes == ()
+    assert found(tmp_path, {}, export=[{"format": "mlx", "optional": True}]).notes == ()
     assert "32 bits each" in found(tmp_path, {"candidates": ["int4-g32-asym", "int4-g32-sym"]}).notes[0]
 
 

@@ -56,6 +56,20 @@ def test_every_window_begins_with_the_bos_where_the_tokenizer_has_one(with_bos: 
     assert (found.protocol["bos"], found.protocol["stride"], found.protocol["dropped_tokens"]) == (True, 31, len(stream) - 31 * n)
 
 
+@pytest.mark.parametrize("size", [16, 33])
+def test_bytes_are_those_of_the_scored_tokens(plain: Any, with_bos: Any, size: int) -> None:
+    text = f"{TEXT} naïve café €5 😀 {TEXT}"
+    for tokenizer, unscored in ((plain, 1), (with_bos, 0)):
+        found = evaluation_windows(from_texts("t", [text, TEXT]), tokenizer, size)
+        assert found.bytes is not None
+        spelled = [len(tokenizer.decode(w[1:]).encode()) for w in found.ids]
+        whole = len(spelled) - sum("�" in tokenizer.decode(w) for w in found.ids)
+        assert sum(a == b for a, b in zip(found.bytes, spelled, strict=True)) >= whole - 2  # a window's edge may lie inside of a character
+        assert len(found.bytes) == len(found.ids)
+        covered = found.ids[: found.documents.count(0)]
+        assert unscored or abs(sum(found.bytes[: len(covered)]) - len(tokenizer.decode([i for w in covered for i in w[1:]]).encode())) <= 3
+
+
 def test_documents_are_cut_on_their_own(plain: Any) -> None:
     texts = [tiny.TEXT[0], "short", tiny.TEXT[3]]
     found = evaluation_windows(from_texts("t", texts), plain, 8)

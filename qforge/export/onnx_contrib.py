@@ -1,0 +1,61 @@
+"""The parts of an ONNX decoder in ONNX Runtime's contributed operators: SimplifiedLayerNormalization and GroupQueryAttention, which rotates, caches and attends in one.
+
+GroupQueryAttention takes the sequences of a batch padded at the right; where a sequence stands is told by how many ones its row of the mask has.
+
+Letters: B batch, S new tokens, H query heads, D head size, M positions.
+"""
+
+from __future__ import annotations
+
+from onnx import TensorProto
+
+from qforge.export.onnx_decoder import PAST, PRESENT
+from qforge.export.onnx_graph import CONTRIB, Graph
+from qforge.export.onnx_linears import Linears
+from qforge.runtime.rope import RopeTable
+from qforge.types import ModelSpec, RopeSpec
+
+
+class ContribParts:
+    """The parts (see `onnx_decoder.Parts`); activations are fp32."""
+
+    def __init__(self, graph: Graph, spec: ModelSpec, linears: Linears) -> None:
+        self._graph, self._spec, self._linears = graph, spec, linears
+        ones = graph.op("ReduceSum", "attention_mask", graph.ints(1), name="/model/lengths/ReduceSum", keepdims=0)
+        last = graph.op("Sub", ones, graph.ints(1), name="/model/lengths/Sub")
+        self._last = graph.op("Cast", last, name="/model/lengths/Cast", to=TensorProto.INT32)
+        width = graph.op("Gather", graph.op("Shape", "attention_mask", name="/model/total/Shape"), graph.constant(1, TensorProto.INT64), name="/model/total/Gather")
+        self._total = graph.op("Cast", width, name="/model/total/Cast", to=TensorProto.INT32)
+        self._tables: dict[RopeSpec, tuple[str, str]] = {}
+
+    def norm(self, x: str, module: str, name: str) -> str:
+        """See `Parts.norm`."""
+        weight = self._linears.vector(f"{module}.weight", self._spec.norm_offset)
+        return self._graph.op("SimplifiedLayerNormalization", x, weight, name=f"{name}/SimplifiedLayerNormalization", axis=-1, epsilon=self._spec.norm_eps, stash_type=1)
+
+    def attention(self, q: str, k: str, v: str, layer: int, name: str) -> str:
+        """See `Parts.attention`."""
+        spec = self._spec
+        if spec.qk_norm:
+            q, k = (self._heads_norm(x, heads, layer, part, name) for x, heads, part in ((q, spec.num_heads, "q"), (k, spec.num_kv_heads, "k")))
+        cache = [PAST % (layer, part) for part in ("key", "value")]
+        cosines, sines = self._table(spec.layer_ropes[layer])
+        return self._graph.op(
+            "GroupQueryAttention", q, k, v, *cache, self._last, self._total, cosines, sines, name=f"{name}/GroupQueryAttention", domain=CONTRIB,
+            out=(f"{name}/GroupQueryAttention", *(PRESENT % (layer, part) for part in ("key", "value"))), num_heads=spec.num_heads, kv_num_heads=spec.num_kv_heads,
+            scale=spec.attention_scale, local_window_size=spec.layer_windows[layer] or -1, do_rotary=1, rotary_interleaved=0,
+        )  # fmt: skip
+
+    def _heads_norm(self, x: str, heads: int, layer: int, part: str, name: str) -> str:
+        g, size = self._graph, self._spec.head_dim
+        split = g.op("Reshape", x, g.ints(0, 0, heads, size), name=f"{name}/{part}_norm/Reshape")
+        normed = self.norm(split, f"model.layers.{layer}.self_attn.{part}_norm", f"{name}/{part}_norm")
+        return g.op("Reshape", normed, g.ints(0, 0, heads * size), name=f"{name}/{part}_norm/Join")
+
+    def _table(self, rope: RopeSpec) -> tuple[str, str]:
+        """Cosines and sines `[M, D / 2]`, once for each kind of rotation."""
+        if rope not in self._tables:
+            at, count = f"model.rope.{len(self._tables)}", self._spec.max_positions
+            cos, sin = (t[:count].contiguous() for t in RopeTable(rope, self._spec.head_dim).upto(count))
+            self._tables[rope] = self._graph.weight(f"{at}.cos", cos), self._graph.weight(f"{at}.sin", sin)
+        return self._tables[rope]

@@ -1,0 +1,81 @@
+"""A decoder with a key-value cache as an ONNX graph, built from a ModelSpec: what all forms share. The parts that they write differently are in onnx_contrib and onnx_standard.
+
+Letters: B batch, S new tokens of a sequence, P tokens in the cache, T = P + S, K key/value heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from onnx import TensorProto
+
+from qforge.export.onnx_graph import TYPES, Graph
+from qforge.export.onnx_linears import Linears
+from qforge.types import ModelSpec
+
+
+class Parts(Protocol):
+    """What a form writes in its own operators."""
+
+    def norm(self, x: str, module: str, name: str) -> str:
+        """Root mean square norm over the last dimension, by the weight of `module`."""
+
+    def attention(self, q: str, k: str, v: str, layer: int, name: str) -> str:
+        """`q [B, S, H D]`, `k` and `v [B, S, K D]`, before norms and rotation -> `[B, S, H D]`; makes `present.<layer>.key` and `.value`."""
+
+
+PAST, PRESENT = "past_key_values.%d.%s", "present.%d.%s"
+
+
+def inputs(graph: Graph, spec: ModelSpec, *, positions: bool, compute: torch.dtype) -> None:
+    """The graph's inputs, named as onnxruntime-genai and optimum name them: tokens, mask of all T, with `positions` the positions of the new ones, the cache."""
+    graph.input("input_ids", TensorProto.INT64, ("batch_size", "sequence_length"))
+    graph.input("attention_mask", TensorProto.INT64, ("batch_size", "total_sequence_length"))
+    if positions:
+        graph.input("position_ids", TensorProto.INT64, ("batch_size", "sequence_length"))
+    for i in range(spec.num_layers):
+        for part in ("key", "value"):
+            graph.input(PAST % (i, part), TYPES[compute], ("batch_size", spec.num_kv_heads, "past_sequence_length", spec.head_dim))
+
+
+def outputs(graph: Graph, spec: ModelSpec, logits: str, compute: torch.dtype) -> None:
+    """The graph's outputs: fp32 logits `[B, S, V]`, and the cache `[B, K, T, D]` of each layer."""
+    graph.output(logits, "logits", TensorProto.FLOAT, ("batch_size", "sequence_length", spec.vocab_size))
+    for i in range(spec.num_layers):
+        for part in ("key", "value"):
+            graph.declare(PRESENT % (i, part), TYPES[compute], ("batch_size", spec.num_kv_heads, "total_sequence_length", spec.head_dim))
+
+
+def decoder(graph: Graph, spec: ModelSpec, linears: Linears, parts: Parts) -> str:
+    """Tokens -> logits; returns the logits' name."""
+    x = linears.embed("input_ids")
+    if spec.embedding_scale != 1.0:
+        x = graph.op("Mul", x, graph.constant(spec.embedding_scale, TYPES[linears.compute]), name="/model/embed_tokens/Mul")
+    for i in range(spec.num_layers):
+        x = _layer(graph, spec, linears, parts, x, i)
+    return linears.head(parts.norm(x, "model.norm", "/model/norm"))
+
+
+def _layer(graph: Graph, spec: ModelSpec, linears: Linears, parts: Parts, x: str, index: int) -> str:
+    module, name = f"model.layers.{index}", f"/model/layers.{index}"
+    n = parts.norm(x, f"{module}.input_layernorm", f"{name}/input_layernorm")
+    q, k, v = (linears(n, f"{module}.self_attn.{part}_proj") for part in "qkv")
+    a = linears(parts.attention(q, k, v, index, f"{name}/self_attn"), f"{module}.self_attn.o_proj")
+    if spec.post_norms:
+        a = parts.norm(a, f"{module}.post_attention_layernorm", f"{name}/post_attention_layernorm")
+    x = graph.op("Add", x, a, name=f"{name}/self_attn/Add")
+    before = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
+    m = _mlp(graph, spec, linears, parts.norm(x, f"{module}.{before}", f"{name}/{before}"), module, name)
+    if spec.post_norms:
+        m = parts.norm(m, f"{module}.post_feedforward_layernorm", f"{name}/post_feedforward_layernorm")
+    return graph.op("Add", x, m, name=f"{name}/mlp/Add")
+
+
+def _mlp(graph: Graph, spec: ModelSpec, linears: Linears, x: str, module: str, name: str) -> str:
+    gate, up = (linears(x, f"{module}.mlp.{part}_proj") for part in ("gate", "up"))
+    if spec.hidden_act == "silu":
+        active = graph.op("Mul", gate, graph.op("Sigmoid", gate, name=f"{name}/mlp/Sigmoid"), name=f"{name}/mlp/Silu")
+    else:
+        active = graph.op("Gelu", gate, name=f"{name}/mlp/Gelu", approximate="tanh")
+    return linears(graph.op("Mul", active, up, name=f"{name}/mlp/Mul"), f"{module}.mlp.down_proj")

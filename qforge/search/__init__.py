@@ -1,0 +1,1 @@
+"""What needs quantizing and evaluating both: where a divergence comes from."""

@@ -1,0 +1,58 @@
+"""After a run whose gate on quality failed: measure where the divergence comes from, and put it into results.json and the reports."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qforge import report
+from qforge.files import lock, write_text
+from qforge.models.lora import with_adapters
+from qforge.models.model import open_model
+from qforge.recipe import Recipe
+from qforge.recipe.limits import COMPARED
+from qforge.search.blame import blame
+from qforge.stages.journal import Journal, key
+from qforge.text.documents import documents
+from qforge.text.windows import evaluation_windows
+from qforge.types import Blame, BlameResult, Results
+
+
+def wanted(results: Results) -> bool:
+    """Whether a gate on what is measured beside the original failed (as an error)."""
+    return any(not g.passed and g.on == "error" and g.name in COMPARED for g in results.gates)
+
+
+def explain(recipe: Recipe, results: Results, out: Path) -> Results:
+    """The results with `blame`; results.json and the reports in `out` are written anew. What was measured is kept in the journal.
+
+    Raises:
+        QforgeError: the models or the text cannot be read any more.
+    """
+    assert recipe.evaluate is not None
+    section = recipe.model
+    original = open_model(section.source, folder=recipe.folder, revision=section.revision, dtype=section.dtype, trust_remote_code=section.trust_remote_code)
+    if recipe.adapters:
+        original = with_adapters(original, [(a.source, a.weight) for a in recipe.adapters], folder=recipe.folder)
+    tokenizer = original.tokenizer()
+    read = documents(recipe.evaluate.text, role="evaluation", folder=recipe.folder, tokenizer=tokenizer)
+    windows = evaluation_windows(read, tokenizer, recipe.evaluate.window, context=getattr(original.config, "max_position_embeddings", None))
+    with lock(out):
+        journal = Journal(out / "work")
+        name = key("blame", model=results.model["sha256"], artifact=results.artifact["sha256"], text=windows.sha256, protocol=windows.protocol)
+        found = journal.load(name, count=False)
+        made = blame(original, open_model(str(out / "model")), windows.ids) if found is None else blame_from(found[1])
+        if found is None:
+            journal.save(name, {"done": torch.ones(1)}, asdict(made), count=False)
+        explained = replace(results, blame=made)
+        write_text(out / "results.json", explained.to_json())
+        report.write(out / "results.json", out, list(recipe.report.formats))
+    return explained
+
+
+def blame_from(value: dict[str, Any]) -> Blame:
+    """From its JSON form."""
+    return Blame(**{**value, "parts": [BlameResult(**p) for p in value["parts"]]})

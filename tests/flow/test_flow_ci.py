@@ -1,0 +1,94 @@
+"""The CI kit: its steps are executed, on a repository of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import yaml
+from test_flow_quantize import write_recipe
+
+KIT = Path(__file__).resolve().parents[2] / "examples" / "ci"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    tiny.make(tmp_path / "model")
+    (tmp_path / "recipes").mkdir()
+    write_recipe(tmp_path, export=[]).rename(tmp_path / "recipe.json")
+    recipe = json.loads((tmp_path / "recipe.json").read_text())
+    recipe["model"]["source"] = "../model"
+    recipe["calibration"]["source"] = "../calibration.txt"
+    recipe["evaluate"]["text"] = "../evaluation.txt"
+    (tmp_path / "recipes" / "demo.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "ci").symlink_to(KIT)
+    run(tmp_path, "git init -q && git commit -q --allow-empty -m first")
+    return tmp_path
+
+
+def run(folder: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    who = {f"GIT_{a}_{b}": "tester@example.com" for a in ("AUTHOR", "COMMITTER") for b in ("NAME", "EMAIL")}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(["bash", "-e", "-c", script], cwd=folder, env={**os.environ, **who, "PATH": path, **environment}, capture_output=True, text=True, timeout=300)
+
+
+def steps() -> dict[str, str]:
+    job = yaml.safe_load((KIT / "github.yml").read_text())["jobs"]["quantize"]
+    return {s["name"]: s["run"] for s in job["steps"] if "run" in s}
+
+
+def test_the_steps_of_the_workflow(repository: Path) -> None:
+    check = steps()["Check"]
+    first = run(repository, check)
+    assert first.returncode == 0, first.stderr
+    assert "this one is the first" in first.stdout
+    run(repository, "git commit -q --allow-empty -m second")
+    summary = repository / "summary.md"
+    same = run(repository, check, GITHUB_STEP_SUMMARY=str(summary))
+    assert same.returncode == 0, same.stderr
+    assert "PASSED: all 2 gates hold" in same.stdout
+    assert "held against its ancestor" in same.stdout
+    assert summary.read_text().startswith("<!-- qforge compare -->")
+    worse = yaml.safe_load((repository / "recipes" / "demo.yaml").read_text())
+    worse["quantize"]["scheme"] = "int2-g32-sym"
+    (repository / "recipes" / "demo.yaml").write_text(yaml.safe_dump(worse))
+    run(repository, "git commit -q --allow-empty -m third")
+    failed = run(repository, check)
+    assert failed.returncode == 1, failed.stderr
+    assert "kl_mean_change beyond the limit" in failed.stdout
+    assert "recipe: quantize.scheme: int4-g32-sym -> int2-g32-sym" in failed.stdout
+    assert len(list((repository / "runs" / "history").glob("*.json"))) == 2  # what failed is no baseline
+    uploaded = yaml.safe_load((KIT / "github.yml").read_text())["jobs"]["quantize"]["steps"][-1]["with"]["path"].split()
+    assert [p for p in uploaded if not (repository / p).exists()] == []
+    gh = repository / "bin" / "gh"
+    gh.parent.mkdir()
+    gh.write_text('#!/bin/sh\ncat "$6" > commented 2>/dev/null || cat "$5" > commented\n')
+    gh.chmod(0o755)
+    commented = run(repository, f"export PATH={gh.parent}:$PATH\n{steps()['Comment']}", NUMBER="7")
+    assert commented.returncode == 0, commented.stderr
+    assert "FAILED" in (repository / "commented").read_text()
+
+
+def test_an_accepted_baseline_is_one_line(repository: Path) -> None:
+    assert run(repository, "examples/ci/check.sh recipes/demo.yaml").returncode == 0
+    kept = next((repository / "runs" / "history").glob("*.json"))
+    (repository / "baseline.txt").write_text(f"runs/history/{kept.name}   # agreed\n")
+    accepted = run(repository, "examples/ci/check.sh recipes/demo.yaml")
+    assert accepted.returncode == 0, accepted.stderr
+    assert "baseline accepted in baseline.txt" in accepted.stdout
+
+
+def test_a_run_that_cannot_be_made_is_no_failed_gate(repository: Path) -> None:
+    assert run(repository, "examples/ci/check.sh recipes/missing.yaml").returncode == 2
+
+
+def test_gitlab_runs_the_same_script() -> None:
+    job = yaml.safe_load((KIT / "gitlab.yml").read_text())["quantize"]
+    assert job["script"] == [steps()["Check"]]

@@ -1,0 +1,242 @@
+"""Damage on purpose: what notices it, and what is blamed; and honest runs that raise no alarm."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from test_flow_quantize import prose, write_recipe
+from transformers import AutoModelForCausalLM
+
+import qforge
+from qforge import pipeline
+from qforge.engines.base import chunks
+from qforge.engines.transformers_engine import TransformersEngine
+from qforge.errors import DataError
+from qforge.evaluate.compare import Comparison, compare
+from qforge.evaluate.divergence import evaluate
+from qforge.evaluate.sides import parse
+from qforge.export.verify_checkpoint import verify_words
+from qforge.models.lora import with_adapters
+from qforge.models.model import open_model
+from qforge.report.facts import gather
+from qforge.search.blame import blame
+from qforge.text.documents import documents, from_texts
+from qforge.text.windows import EvaluationWindows, evaluation_windows
+from qforge.types import Evaluation, Results
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")]
+Tensors = dict[str, torch.Tensor]
+TARGET = "model.layers.1.mlp.up_proj"
+
+
+def quantized(folder: Path, scheme: str = "int8-g32-sym", export: list[dict[str, str]] | None = None, **changes: object) -> Results:
+    tiny.make(folder / "model")
+    recipe = write_recipe(folder, quantize={"method": "rtn", "scheme": scheme}, export=export or [], **changes)
+    (folder / "evaluation.txt").write_text(prose(2, 6000))
+    return qforge.quantize(recipe, out=folder / "out")
+
+
+def measured(folder: Path) -> Evaluation:
+    return pipeline.evaluate(folder / "out" / "model", against=folder / "model", text=str(folder / "evaluation.txt"), window=64, engine="transformers")
+
+
+def held(before: Evaluation, after: Evaluation) -> Comparison:
+    return compare(parse(json.dumps(asdict(before)), "before"), parse(json.dumps(asdict(after)), "after"))
+
+
+def verdicts(found: Comparison) -> dict[str, str]:
+    return {r.name: r.verdict.word for r in found.rows}
+
+
+def tamper(folder: Path, change: Callable[[Tensors], None]) -> None:
+    file = next(folder.glob("*.safetensors"))
+    tensors = load_file(file)
+    change(tensors)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, file, metadata={"format": "pt"})
+
+
+def ids(folder: Path) -> list[list[int]]:
+    return windows(folder).ids
+
+
+def windows(folder: Path) -> EvaluationWindows:
+    return evaluation_windows(from_texts("t", [(folder / "evaluation.txt").read_text()]), tiny.tokenizer(), 64)
+
+
+def test_scales_of_one_layer_two_percent_off(tmp_path: Path) -> None:
+    quantized(tmp_path)
+    before = measured(tmp_path)
+    shutil.copytree(tmp_path / "out" / "model", tmp_path / "baseline")
+    tamper(tmp_path / "out" / "model", lambda t: t[f"{TARGET}.weight_scale"].mul_(1.02))
+    found = held(before, measured(tmp_path))
+    assert verdicts(found)["kl_mean"] == "worse"
+    assert not found.passed
+    guilty = blame(open_model(str(tmp_path / "baseline")), open_model(str(tmp_path / "out" / "model")), ids(tmp_path))
+    assert [p.name for p in guilty.parts] == ["model.layers.1", TARGET]
+    assert all(p.returned == pytest.approx(1.0) for p in guilty.parts)
+
+
+def test_a_wrong_rope_base(tmp_path: Path) -> None:
+    quantized(tmp_path)
+    before = measured(tmp_path)
+    file = tmp_path / "out" / "model" / "config.json"
+    config = json.loads(file.read_text())
+    config["rope_parameters"]["rope_theta"] *= 50
+    file.write_text(json.dumps(config))
+    found = held(before, measured(tmp_path))
+    assert not found.passed
+    guilty = blame(open_model(str(tmp_path / "model")), open_model(str(tmp_path / "out" / "model")), ids(tmp_path))
+    assert "rope_parameters" in guilty.words
+    assert "no part's weights explain it" in guilty.words
+
+
+@pytest.mark.parametrize("sabotage", ["zero point of one group", "two heads swapped"])
+def test_an_export_that_holds_other_weights_fails_the_run(tmp_path: Path, sabotage: str) -> None:
+    results = quantized(tmp_path, "int4-g32-asym", [{"format": "gptq"}])
+    assert results.passed
+    folder = tmp_path / "out" / "exports" / "gptq"
+    artifact = open_model(str(tmp_path / "out" / "model"))
+    assert verify_words(folder, artifact).weights_equal
+    name = TARGET if sabotage.startswith("zero") else "model.layers.1.self_attn.q_proj"
+
+    def change(t: Tensors) -> None:
+        if sabotage.startswith("zero"):
+            t[f"{name}.qzeros"][1, 2] ^= 1 << 8  # the third of eight packed zero points
+        else:
+            heads = t[f"{name}.qweight"].reshape(t[f"{name}.qweight"].shape[0], 4, -1)
+            t[f"{name}.qweight"] = heads[:, [1, 0, 2, 3]].reshape(t[f"{name}.qweight"].shape)
+
+    tamper(folder, change)
+    check = verify_words(folder, artifact)
+    assert check.weights_equal is False
+    assert check.note is not None
+    assert name in check.note
+    failed = replace(results, exports=[replace(results.exports[0], verified_by=[check])])
+    assert not failed.passed
+    assert gather(json.loads(failed.to_json())).verdict == "FAILED: export gptq"
+
+
+class _WithBos:
+    """A scorer whose engine puts `count` tokens too many (or too few) before every window."""
+
+    name, version = "sabotaged", "1"
+
+    def __init__(self, engine: TransformersEngine, count: int) -> None:
+        self._engine, self._count = engine, count
+
+    def score(self, windows: list[list[int]]) -> Iterator[torch.Tensor]:
+        shifted = [[0] * self._count + w for w in windows] if self._count > 0 else [[5, *w[1:]] for w in windows]
+        pieces = self._engine.score(shifted)
+        for window, fed in zip(windows, shifted, strict=True):
+            rows = torch.cat([next(pieces) for _ in chunks(len(fed))])[max(0, self._count) :]
+            for start, stop in chunks(len(window)):
+                yield rows[start:stop]
+
+
+@pytest.mark.parametrize("count", [1, -1], ids=["doubled", "dropped"])
+def test_a_bos_doubled_or_dropped_by_an_engine(tmp_path: Path, count: int) -> None:
+    quantized(tmp_path)
+    plain = windows(tmp_path)
+    text = replace(plain, ids=[[0, *w] for w in plain.ids])
+    model, artifact = open_model(str(tmp_path / "model")), open_model(str(tmp_path / "out" / "model"))
+    before = evaluate(TransformersEngine(artifact), TransformersEngine(model), text)
+    after = evaluate(_WithBos(TransformersEngine(artifact), count), TransformersEngine(model), text)
+    assert not held(before, after).passed
+    first, last = after.kl_by_position[0], after.kl_by_position[-1]
+    assert first.kl_mean > 3 * last.kl_mean or count > 0  # a dropped one hurts where the window begins
+    assert all(p.returned <= 0 for p in blame(model, artifact, text.ids).parts if p.kl_mean > before.kl_mean)  # type: ignore[operator]
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    quantized(tmp_path)
+    before = measured(tmp_path)
+    file = tmp_path / "out" / "model" / "tokenizer.json"
+    raw = json.loads(file.read_text())
+    raw["model"]["merges"] = raw["model"]["merges"][:5]
+    file.write_text(json.dumps(raw))
+    with pytest.raises(DataError, match=r"different protocols|share a tokenizer"):
+        held(before, measured(tmp_path))
+
+
+def test_a_missing_chat_template_is_named(tmp_path: Path) -> None:
+    quantized(tmp_path)
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": prose(3, 40)}]}) + "\n")
+    model = tmp_path / "out" / "model"
+    assert documents("chat.jsonl", role="evaluation", folder=tmp_path, tokenizer=open_model(str(model)).tokenizer()).texts[0].startswith("<|im_start|>")
+    for file in (model / "chat_template.jinja", model / "tokenizer_config.json"):
+        if file.suffix == ".jinja":
+            file.unlink(missing_ok=True)
+        elif file.exists():
+            file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "chat_template"}))
+    with pytest.raises(DataError, match="chat template"):
+        pipeline.evaluate(model, text=str(tmp_path / "chat.jsonl"))
+
+
+class _Peft:
+    """The base with its adapter beside it, not merged: peft's own arithmetic."""
+
+    name, version = "peft", "1"
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @torch.no_grad()
+    def score(self, windows: list[list[int]]) -> Iterator[torch.Tensor]:
+        for window in windows:
+            rows = self._model(input_ids=torch.tensor([window])).logits[0]
+            for start, stop in chunks(len(window)):
+                yield rows[start:stop].float()
+
+
+def test_an_adapter_merged_twice(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "model")
+    torch.manual_seed(7)
+    wrapped = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval(), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
+    )
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "evaluation.txt").write_text(prose(2, 3000))
+    text, base = windows(tmp_path), open_model(str(tmp_path / "model"))
+    once, twice = (with_adapters(base, [("adapter", 1.0)] * n, folder=tmp_path) for n in (1, 2))
+    truth = _Peft(wrapped.eval())
+    before, after = (evaluate(TransformersEngine(m), truth, text) for m in (once, twice))
+    assert before.kl_mean is not None
+    assert before.kl_mean < 1e-8
+    assert not held(before, after).passed
+    guilty = [p.name for p in blame(once, twice, text.ids).parts if p.part_of and p.returned > 0.01]
+    assert guilty
+    assert all(n.endswith("q_proj") for n in guilty)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_honest_runs_raise_no_alarm(tmp_path: Path, method: str) -> None:
+    """Other thread counts and calibration seeds, against the first run: nothing is worse beyond a gate of one percent of perplexity and a tenth of the divergence."""
+    tiny.make(tmp_path / "model")
+    runs = []
+    for i in range(10):
+        recipe = write_recipe(
+            tmp_path, quantize={"method": method, "scheme": "int4-g32-sym"}, export=[], run={"threads": 1 + i % 2},
+            calibration={"source": "calibration.txt", "samples": 16, "sequence_length": 64, "seed": i // 2},
+        )  # fmt: skip
+        runs.append(qforge.quantize(recipe, out=tmp_path / f"out{i}"))
+    sides = [parse(r.to_json(), str(i)) for i, r in enumerate(runs)]
+    first = runs[0].evaluation
+    assert first is not None
+    assert first.kl_mean is not None
+    gates = ["perplexity_ratio <= 1.01", f"kl_mean_change <= {0.1 * first.kl_mean}", "top1_agreement_change >= -0.02"]
+    assert [i for i, side in enumerate(sides[1:]) if not compare(sides[0], side, gates).passed] == []
+    assert all(compare(a, b).passed for a, b in zip(sides[::2], sides[1::2], strict=True))  # only the threads differ

@@ -1,0 +1,80 @@
+"""The pages in a real browser: offline, without a complaint, no wider than a phone, readable in light and dark, printable. Screenshots lie in the test's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import browser
+import pytest
+from conftest import sample
+
+from qforge.report import write, write_comparison
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium is installed")]
+CONTRAST = """(() => {
+  const channels = c => c.match(/[\\d.]+/g).map(v => v / 255);
+  const light = c => { const [r, g, b] = channels(c).map(v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4); return .2126 * r + .7152 * g + .0722 * b; };
+  const ground = e => { while (e) { const c = getComputedStyle(e).backgroundColor; if (!/, 0\\)|transparent/.test(c)) return c; e = e.parentElement; } return 'rgb(255,255,255)'; };
+  return Math.min(...[...document.querySelectorAll('td, th, p, h1, h2, li, strong, pre, figcaption')].filter(e => e.textContent.trim()).map(e => {
+    const [a, b] = [light(getComputedStyle(e).color), light(ground(e))].sort((x, y) => y - x); return (a + .05) / (b + .05); }));
+})()"""
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "results.json").write_text(sample().to_json())
+    write(folder / "results.json", folder, ["html"])
+    rows = [
+        {"name": "perplexity", "baseline": 9.1234, "candidate": 9.3, "kind": "ratio", "change": 1.019, "interval": [1.011, 1.027], "margin": 0.001, "detectable": 0.004,
+         "verdict": {"word": "worse", "needs_tokens": None}},
+        {"name": "kl_mean", "baseline": 0.1, "candidate": 0.101, "kind": "difference", "change": 0.001, "interval": None, "margin": 0.0001, "detectable": None,
+         "verdict": {"word": "not enough data", "needs_tokens": 120000}},
+    ]  # fmt: skip
+    history = [{"commit": f"{i:x}" * 40, "perplexity": 9 + i / 10, "kl_mean": None} for i in range(3)]
+    gates = [{"name": "perplexity_ratio", "limit": "<= 1.01", "value": 1.019, "interval": [1.011, 1.027], "passed": False, "on": "error", "beyond": 0.009, "confidence": 0.99}]
+    data = {"baseline": "a.json", "candidate": "b.json", "rows": rows, "gates": gates, "changed": {"recipe": ["quantize.scheme: int4 -> int3" * 9]}, "notes": ["a note"],
+            "tokens": 90000, "clusters": 350, "passed": False, "history": history, "schema_version": 1}  # fmt: skip
+    write_comparison(json.dumps(data), folder)
+    return {"report": folder / "report.html", "comparison": folder / "comparison.html"}
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
+    with browser.Browser(tmp_path_factory.mktemp("browser") / "profile") as found:
+        yield found
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("name", ["report", "comparison"])
+def test_a_page_in_a_browser(pages: dict[str, Path], chromium: browser.Browser, tmp_path: Path, name: str, width: int, dark: bool) -> None:
+    assert pages[name].stat().st_size < 3_000_000
+    chromium.open(pages[name], width, dark=dark)
+    picture = chromium.screenshot(tmp_path / f"{name}-{width}-{'dark' if dark else 'light'}.png")
+    print(picture)
+    assert picture.stat().st_size > 20_000
+    assert chromium.complaints() == []
+    assert chromium.evaluate("document.documentElement.scrollWidth") <= width
+    assert chromium.evaluate("[...document.querySelectorAll('.scroll, figure')].every(e => e.getBoundingClientRect().right <= innerWidth)")
+    assert chromium.evaluate(CONTRAST) >= 4.5  # WCAG AA
+    assert chromium.evaluate("document.querySelector('.verdict strong').getBoundingClientRect().top") < 200
+    curves = chromium.evaluate("[...document.querySelectorAll('svg')].map(e => e.getBoundingClientRect().height)")
+    assert curves
+    assert min(curves) > 80
+
+
+def test_a_page_prints(pages: dict[str, Path], chromium: browser.Browser) -> None:
+    chromium.open(pages["report"], 1280)
+    assert chromium.pdf().startswith(b"%PDF")
+
+
+def test_complaints_would_be_noticed(chromium: browser.Browser, tmp_path: Path) -> None:
+    page = tmp_path / "bad.html"
+    page.write_text("<script>undefinedFunction()</script><img src='https://example.com/x.png'><div style='width: 900px'>wide</div>")
+    chromium.open(page, 390)
+    assert any("undefinedFunction" in c for c in chromium.complaints())
+    assert any("example.com" in c for c in chromium.complaints())
+    assert chromium.evaluate("document.documentElement.scrollWidth") > 390

@@ -29,7 +29,7 @@ from triton_cases import quantized
 
 def test_every_kernel_agrees_with_fp64_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/ops/triton_interpreted.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/unit/ops/triton_interpreted.py"]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:]
     assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 35

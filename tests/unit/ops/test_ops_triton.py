@@ -118,6 +118,13 @@ def test_a_gpu_is_asked_for_by_name() -> None:
     assert "triton" not in choose(parse("int4-g128-asym"), (64, 128), "cpu").explain()
 
 
+def test_without_triton_the_choice_says_so() -> None:
+    code = "import sys; sys.modules['triton'] = None; from qforge.ops.select import choose; from qforge.scheme import parse; print(choose(parse('int4-g128-asym'), (64, 128), 'cuda').explain())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "reference" in done.stdout
+    assert "pip install 'qforge[gpu]'" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("kernel", "text", "reason"),
     [

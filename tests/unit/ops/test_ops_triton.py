@@ -119,7 +119,8 @@ def test_a_gpu_is_asked_for_by_name() -> None:
 
 
 def test_without_triton_the_choice_says_so() -> None:
-    code = "import sys; sys.modules['triton'] = None; from qforge.ops.select import choose; from qforge.scheme import parse; print(choose(parse('int4-g128-asym'), (64, 128), 'cuda').explain())"
+    code = "import sys; sys.modules['triton'] = None; from qforge.ops.select import choose; from qforge.scheme import parse\n"
+    code += "print(choose(parse('int4-g128-asym'), (64, 128), 'cuda').explain())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "reference" in done.stdout
     assert "pip install 'qforge[gpu]'" in done.stdout

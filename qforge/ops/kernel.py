@@ -26,4 +26,4 @@ class Kernel(Protocol):
         """The weight in the kernel's own layout, bias included."""
 
     def run(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
-        """`x [T, I] -> [T, O]`, both fp32."""
+        """`x [T, I] -> [T, O]`, both fp32; on a GPU both in x's dtype."""

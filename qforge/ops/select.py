@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from qforge.ops.kernel import Kernel
 from qforge.ops.native import NativeInt8, NativeKernel, NativeRounded
 from qforge.ops.reference import ReferenceKernel
+from qforge.ops.triton.linear import TritonW4, TritonW8
 from qforge.scheme import ACTIVATIONS, Scheme
 
 
@@ -27,8 +28,10 @@ def explained(scheme: Scheme, shape: tuple[int, int], device: str = "cpu") -> di
     return {a: choose(scheme, shape, device, activations=a).explain() for a in ACTIVATIONS}
 
 
-def kernels(threads: int | None = None) -> list[Kernel]:
-    """Every kernel, fastest first; the last one runs everything."""
+def kernels(device: str = "cpu", threads: int | None = None) -> list[Kernel]:
+    """Every kernel for a kind of device, fastest first; the last one runs everything."""
+    if device.startswith("cuda"):
+        return [TritonW8(), TritonW4(), ReferenceKernel()]
     return [NativeRounded(8, threads), NativeRounded(16, threads), NativeInt8(threads), NativeKernel(threads), ReferenceKernel()]
 
 
@@ -39,7 +42,7 @@ def choose(scheme: Scheme, shape: tuple[int, int], device: str = "cpu", threads:
         activations: `fp`: as they are; `int16`, `int8`: rounded to so many bits on the fly where a kernel does that. A scheme that rounds activations always runs as it says.
     """
     passed_over: list[tuple[str, str]] = []
-    for kernel in kernels(threads):
+    for kernel in kernels(device, threads):
         if isinstance(kernel, NativeInt8 if scheme.activations is None else NativeRounded) or (isinstance(kernel, NativeRounded) and activations != f"int{kernel.bits}"):
             continue  # not a faster way to the same result
         reason = kernel.supports(scheme, shape, device)

@@ -79,7 +79,8 @@ def test_every_import_of_the_package_is_declared() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in {n.partition(".")[0] for n in names} - set(sys.stdlib_module_names) - {"qforge", ""}:
-                late = node.col_offset or path.name.endswith("_adapter.py") or name in path.stem  # a module that is named after a package is imported where it is used
+                named = name in path.stem or name in path.relative_to(ROOT).parts  # a module or folder that is named after a package is imported where it is used
+                late = node.col_offset or path.name.endswith("_adapter.py") or named
                 allowed = required | (optional if late else set())
                 assert others.get(name, name) in allowed, f"{path.name} imports {name}"
 

@@ -55,4 +55,4 @@ def test_what_the_native_kernel_does_not_run_goes_to_the_reference_with_the_reas
 
 
 def test_another_device_is_not_run_by_the_cpu_kernel() -> None:
-    assert "not on cuda" in choose(parse("int4-g64-sym"), (256, 256), "cuda").explain()
+    assert "not on xpu" in choose(parse("int4-g64-sym"), (256, 256), "xpu").explain()

@@ -1,0 +1,165 @@
+"""What each GPU kernel must compute, against fp64: for Triton's interpreter (tiny shapes, CPU) and for a GPU (odd shapes).
+
+A case returns (error, tolerance), both relative to the largest value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from qforge import numerics
+from qforge.ops.triton.between import rms_norm, silu_mul
+from qforge.ops.triton.cache import PagedCache, attention, empty_cache, rotate_and_store
+from qforge.ops.triton.linear import TritonW4, TritonW8
+from qforge.ops.triton.products import RoundedRows, round_activations, w4_linear
+from qforge.ops.triton.tiles import Tile
+from qforge.ops.triton.w8_pack import pack_w8
+from qforge.qlinear import QuantizedLinear
+from qforge.scheme import parse
+
+EPS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+Case = Callable[[], tuple[float, float]]
+
+
+def quantized(text: str, shape: tuple[int, int], seed: int = 0, bias: bool = False, shuffled: bool = False) -> QuantizedLinear:
+    g = torch.Generator().manual_seed(seed)
+    scheme = parse(text)
+    weight = torch.randn(shape, generator=g) * 0.05 + 0.01
+    index = None
+    if shuffled:
+        n = scheme.granularity.columns
+        index = (torch.randperm(shape[1], generator=g) // n).int()
+        by_group = torch.argsort(index, stable=True)
+        scales, zeros = numerics.minmax_parameters(weight[:, by_group], scheme)
+    else:
+        scales, zeros = numerics.minmax_parameters(weight, scheme)
+    return numerics.quantize(weight, scheme, scales, zeros, group_index=index, bias=torch.randn(shape[0], generator=g) if bias else None)
+
+
+def on(q: QuantizedLinear, device: str) -> QuantizedLinear:
+    names = ("codes", "scales", "zeros", "group_index", "bias")
+    return replace(q, **{n: v.to(device) for n in names if (v := getattr(q, n)) is not None})
+
+
+def error(y: torch.Tensor, want: torch.Tensor) -> float:
+    return float((y.double().cpu() - want).abs().max() / want.abs().max())
+
+
+def product64(x: torch.Tensor, q: QuantizedLinear) -> torch.Tensor:
+    y = numerics.quantize_activations(x, q.scheme).double() @ numerics.dequantize(q).double().T
+    return y if q.bias is None else y + q.bias.double()
+
+
+def linear_case(text: str, rows: int, shape: tuple[int, int], dtype: torch.dtype, device: str, tile: Tile | None = None, **how: bool) -> tuple[float, float]:
+    q = quantized(text, shape, **how)
+    x = (torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows)) + 0.1).to(dtype)
+    kernel = TritonW4() if q.scheme.activations is None else TritonW8()
+    assert kernel.supports(q.scheme, shape, device) is None
+    packed = kernel.prepack(on(q, device))
+    y = kernel.run(x.to(device), packed) if tile is None else w4_linear(x.to(device), packed, tile)
+    assert y.dtype == dtype
+    assert y.shape == (rows, shape[0])
+    return error(y, product64(x, q)), 2 * EPS.get(dtype, EPS[torch.bfloat16])
+
+
+def rounding_case(text: str, rows: int, columns: int, device: str) -> tuple[float, float]:
+    """Rounded activations equal the reference's bit for bit."""
+    q = quantized(text, (32, columns))
+    x = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(5)) * 3).half()
+    x[0] = 0
+    r = round_activations(x.to(device), pack_w8(on(q, device)))
+    values = r.codes.cpu().float() * r.scales.cpu().repeat_interleave(columns // r.scales.shape[1], 1)
+    return float((values - numerics.quantize_activations(x, q.scheme)).abs().max()), 0.0
+
+
+def attention_case(
+    dtype: torch.dtype, device: str, *, stored: torch.dtype | None = None, heads: int = 4, cache_heads: int = 2, size: int = 32, page: int = 16,
+    contexts: tuple[int, ...] = (1, 37, 70),
+    queries: tuple[int, ...] = (1, 1, 1), window: int = 0, parts: int | None = None, tile: Tile | None = None,
+) -> tuple[float, float]:  # fmt: skip
+    g = torch.Generator().manual_seed(3)
+    pages = [-(-n // page) for n in contexts]
+    order = torch.randperm(sum(pages) + 2, generator=g)
+    tables, taken = torch.zeros(len(contexts), max(pages), dtype=torch.int32), 0
+    for s, n in enumerate(pages):
+        tables[s, :n], taken = order[taken : taken + n].int(), taken + n
+    shape = (len(order), page, cache_heads, size)
+    keys, values = torch.randn(shape, generator=g), torch.randn(shape, generator=g)
+    cache, keys, values = _stored(keys, values, stored or dtype, device)
+    q = torch.randn(sum(queries), heads, size, generator=g).to(dtype)
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    y = attention(
+        q.to(device), cache, tables.to(device), starts.to(device), torch.tensor(contexts, dtype=torch.int32, device=device),
+        longest=max(queries), longest_context=max(contexts), scale=size**-0.5, window=window, parts=parts, tile=tile,
+    )  # fmt: skip
+    want = torch.cat([
+        _dense(q[starts[s] : starts[s + 1]].double(), keys[tables[s].long()].flatten(0, 1)[:n], values[tables[s].long()].flatten(0, 1)[:n], window) for s, n in enumerate(contexts)
+    ])  # fmt: skip
+    return error(y, want), 4 * EPS[dtype]
+
+
+def _stored(keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype, device: str) -> tuple[PagedCache, torch.Tensor, torch.Tensor]:
+    """(cache, the keys and the values that it stands for in fp64)"""
+    if dtype in EPS:
+        cache = PagedCache(keys.to(device, dtype), values.to(device, dtype))
+        return cache, cache.keys.double().cpu(), cache.values.double().cpu()
+    scales = [t.abs().amax(-1) / (127 if dtype == torch.int8 else 448) for t in (keys, values)]
+    codes = [(t / s[..., None]).round().to(dtype) if dtype == torch.int8 else (t / s[..., None]).to(dtype) for t, s in zip((keys, values), scales, strict=True)]
+    meant = [c.double() * s[..., None].double() for c, s in zip(codes, scales, strict=True)]
+    return PagedCache(codes[0].to(device), codes[1].to(device), scales[0].to(device), scales[1].to(device)), meant[0], meant[1]
+
+
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+    shared = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+    place = torch.arange(len(k) - len(q), len(k))[:, None]
+    p = torch.arange(len(k))[None]
+    seen = (p <= place) & ((p > place - window) if window else True)
+    logits = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
+    return torch.einsum("hqk,khd->qhd", logits.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+def rope_case(dtype: torch.dtype, device: str, stored: torch.dtype | None = None, size: int = 24) -> tuple[float, float]:
+    g = torch.Generator().manual_seed(1)
+    tokens, heads, c, page = 5, 4, 2, 4
+    qkv = torch.randn(tokens, (heads + 2 * c) * size, generator=g).to(dtype)
+    positions, slots = torch.tensor([3, 0, 7, 1, 2], dtype=torch.int32), torch.tensor([9, 0, -1, 4, 11])
+    angles = torch.arange(8.0)[:, None] * 10000 ** (-torch.arange(size // 2) / (size // 2))
+    cache = empty_cache(3, page, c, size, stored or dtype, device)
+    q = rotate_and_store(qkv.to(device), angles.cos().to(device), angles.sin().to(device), positions.to(device), slots.to(device), heads, cache)
+    x = qkv.double().view(tokens, heads + 2 * c, size)
+    angle = angles[positions.long()].double()[:, None]
+    low, high = x[..., : size // 2], x[..., size // 2 :]
+    turned = torch.cat((low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()), -1)
+    kept = slots >= 0
+    got_k, got_v = (
+        t.flatten(0, 1).double().cpu()[slots[kept]] * (1 if s is None else s.flatten(0, 1).double().cpu()[slots[kept]][..., None])
+        for t, s in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales))
+    )
+    untouched = torch.ones(3 * page, dtype=torch.bool).index_fill(0, slots[kept], False)
+    assert not cache.keys.flatten(0, 1).float().cpu()[untouched].any()
+    step = {torch.int8: 0.5 / 127, torch.float8_e4m3fn: 2.0**-4}.get(stored or dtype, 0.0)
+    tolerance = max(2 * EPS[dtype], step) + 1e-6
+    return max(error(q, turned[:, :heads]) * tolerance / (2 * EPS[dtype]), error(got_k, turned[kept, heads:-c]), error(got_v, x[kept, -c:])), tolerance
+
+
+def norm_case(dtype: torch.dtype, device: str, add: bool = False, rounded: torch.dtype | None = None, columns: int = 80) -> tuple[float, float]:
+    g = torch.Generator().manual_seed(2)
+    x, residual, weight = torch.randn(3, columns, generator=g).to(dtype), torch.randn(3, columns, generator=g).to(dtype), torch.rand(columns, generator=g).to(dtype)
+    carried = residual.clone().to(device)
+    y = rms_norm(x.to(device), weight.to(device), 1e-5, carried if add else None, rounded)
+    assert error(carried, (x.double() + residual.double()) if add else residual.double()) <= (2 * EPS[dtype] if add else 0)  # the interpreter cuts bf16 off
+    value = (carried if add else x).double().cpu()
+    want = value * (value.square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    if isinstance(y, RoundedRows):
+        return error(y.codes.double().cpu() * y.scales.double().cpu(), want), {torch.int8: 0.51 / 127, torch.float8_e4m3fn: 2.0**-4}[y.codes.dtype]
+    return error(y, want), 2 * EPS[dtype]
+
+
+def silu_case(dtype: torch.dtype, device: str, columns: int = 50) -> tuple[float, float]:
+    x = torch.randn(3, 2 * columns, generator=torch.Generator().manual_seed(4)).to(dtype)
+    gate, up = x.double().chunk(2, 1)
+    return error(silu_mul(x.to(device)), gate * gate.sigmoid() * up), 2 * EPS[dtype]

@@ -1,0 +1,105 @@
+"""The shipped configurations: how a product is cut up, by class of device and number of rows.
+
+A class is the smallest capability that its tiles are made for: 80 (and every later card with 99 KiB of shared memory a block: 86, 89, 120), 90, 100.
+Each was compiled and held to the budget of benchmarks/results/triton-budget.md. None has been timed: choose by time with benchmarks/gpu_check.py where a GPU is at hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """`m` rows x `n` outputs a block of threads, `k` inputs a step, `warps` of threads, `stages` of loads in flight; K in at most `parts`."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    parts: int = 1
+
+
+Table = tuple[tuple[int, Tile], ...]  # up to so many rows: this tile; the last one for all others
+CLASSES = (80, 90, 100)
+
+W4_GEMV: dict[int, Tile] = {80: Tile(1, 8, 1024, 4, 2), 90: Tile(1, 8, 1024, 4, 2), 100: Tile(1, 8, 1024, 4, 2)}
+W4_GEMM: dict[int, Table] = {
+    80: (
+        (16, Tile(16, 64, 128, 4, 4, 8)),
+        (32, Tile(32, 64, 128, 4, 4, 8)),
+        (64, Tile(64, 64, 128, 4, 3, 4)),
+        (256, Tile(64, 128, 64, 8, 3, 2)),
+    ),
+    90: (
+        (16, Tile(16, 64, 128, 4, 4, 8)),
+        (32, Tile(32, 64, 128, 4, 4, 8)),
+        (64, Tile(64, 64, 128, 4, 4, 4)),
+        (128, Tile(128, 128, 64, 8, 4, 2)),
+        (256, Tile(128, 128, 128, 8, 3)),
+    ),
+    100: (
+        (16, Tile(16, 64, 128, 4, 4, 8)),
+        (32, Tile(32, 64, 128, 4, 4, 8)),
+        (64, Tile(64, 128, 128, 4, 4, 4)),
+        (128, Tile(128, 128, 64, 8, 4, 2)),
+        (256, Tile(128, 128, 128, 8, 3)),
+    ),
+}
+W8_GEMM: dict[int, Table] = {
+    80: (
+        (4, Tile(16, 64, 128, 4, 3, 4)),
+        (16, Tile(16, 64, 128, 4, 4, 4)),
+        (64, Tile(64, 64, 128, 4, 3, 2)),
+        (256, Tile(128, 128, 128, 8, 3)),
+    ),
+    90: (
+        (4, Tile(16, 64, 128, 4, 4, 4)),
+        (16, Tile(16, 64, 128, 4, 4, 4)),
+        (64, Tile(64, 64, 128, 4, 4, 2)),
+        (256, Tile(128, 128, 128, 8, 4)),
+    ),
+    100: (
+        (4, Tile(16, 64, 128, 4, 4, 4)),
+        (16, Tile(16, 64, 128, 4, 4, 4)),
+        (64, Tile(64, 128, 128, 4, 4, 2)),
+        (256, Tile(128, 128, 128, 8, 4)),
+    ),
+}
+# Scales within K: sums of a step are kept beside the total, so tiles are smaller.
+W8_GROUPED: dict[int, Table] = {
+    80: ((4, Tile(16, 64, 128, 4, 3, 4)), (16, Tile(16, 64, 128, 4, 4, 4)), (64, Tile(64, 64, 128, 4, 3, 2)), (256, Tile(128, 64, 128, 8, 3))),
+    90: ((4, Tile(16, 64, 128, 4, 4, 4)), (16, Tile(16, 64, 128, 4, 4, 4)), (64, Tile(64, 64, 128, 4, 4, 2)), (256, Tile(128, 64, 128, 8, 3))),
+    100: ((4, Tile(16, 64, 128, 4, 4, 4)), (16, Tile(16, 64, 128, 4, 4, 4)), (64, Tile(64, 64, 128, 4, 3, 2)), (256, Tile(64, 128, 128, 8, 3))),
+}
+ATTENTION_DECODE = Tile(16, 64, 0, 4, 3)  # m: queries times the heads that share a cache head; n: tokens of the context a step
+ATTENTION_DECODE_8BIT = Tile(16, 32, 0, 4, 3)
+ATTENTION_PROMPT: dict[int, Tile] = {80: Tile(64, 64, 0, 8, 2), 90: Tile(128, 64, 0, 8, 3), 100: Tile(128, 64, 0, 8, 2)}
+LARGE_SHARED = (90, 100, 103)  # capabilities with 227 KiB of shared memory a block
+
+
+def device_class(capability: int) -> int:
+    """The class whose tiles a device of this compute capability runs."""
+    return 100 if capability == 103 else capability if capability in LARGE_SHARED else 80
+
+
+def tile_for(table: Table, rows: int) -> Tile:
+    """The tile for so many rows of activations."""
+    return next((tile for most, tile in table if rows <= most), table[-1][1])
+
+
+def with_step(tile: Tile, step: int) -> Tile:
+    """The tile with steps of so many inputs. Short ones have fewer threads, so that each still loads 16 bytes of 4-bit codes at once.
+
+    (As many threads with more outputs, 128 x 32 codes for 128 threads, make Triton 3.9's compiler fail on capability 100.)
+    """
+    return replace(tile, k=step, n=64, warps=2) if step <= 32 and tile.m <= 64 else replace(tile, k=step)
+
+
+def parts_of(tile: Tile, rows: int, outputs: int, inputs: int, processors: int) -> int:
+    """In how many parts K is cut: a power of two, doubled while every part keeps two steps and there are fewer than two blocks for each processor."""
+    blocks, parts = -(-rows // tile.m) * -(-outputs // tile.n), 1
+    while parts < tile.parts and blocks * parts < 2 * processors and inputs >= 4 * parts * tile.k:
+        parts *= 2
+    return parts

@@ -13,6 +13,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS)
 READY := .venv/.qforge-packages
 NATIVE := .venv/.qforge-native
 BUILT := .venv/.qforge-built
+GPU := .venv/gpu
 KERNELS := CMakeLists.txt $(wildcard kernels/*/*.* kernels/*/*/*.*)
 
 .PHONY: setup demo test test-slow check bench docs engines clean
@@ -36,11 +37,20 @@ $(NATIVE): $(READY) $(KERNELS)
 demo: setup
 	$(BIN)/qforge quantize --recipe recipes/demo.yaml --out runs/demo
 
-test: setup
+test: setup $(GPU)
 	$(BIN)/python -m pytest
+	$(GPU)/bin/python -m pytest tests/unit/ops/test_ops_triton.py
 
-test-slow: setup
+test-slow: setup $(GPU)
 	$(BIN)/python -m pytest -m 'slow and not gpu'
+	$(GPU)/bin/python -m pytest -m slow tests/unit/ops/test_ops_triton.py
+
+# What .venv has, and triton: installed there it would be imported, and held in memory, by transformers.
+$(GPU): $(READY)
+	$(PYTHON) -m venv $(GPU)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$($(GPU)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(GPU)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) --no-deps 'triton>=3.9,<3.10'
+	@touch $(GPU)
 
 check: setup
 	$(BIN)/ruff check .

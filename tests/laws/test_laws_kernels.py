@@ -60,7 +60,7 @@ def test_kernels_agree_with_fp64_where_they_say_yes_and_only_there(q: QuantizedL
     rounded = numerics.quantize_activations(x, q.scheme, q.input_scale).double()
     wanted = rounded @ numerics.dequantize(q).double().T + (0 if q.bias is None else q.bias.double())
     answers = {}
-    for kernel in kernels(2):
+    for kernel in kernels(threads=2):
         answers[kernel.name] = kernel.supports(q.scheme, (q.out_features, q.in_features), "cpu")
         if answers[kernel.name] is None:
             y = kernel.run(x, kernel.prepack(q))

@@ -82,9 +82,9 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
     Raises:
         QforgeError: see `qforge.errors` for the kinds.
     """
-    return_freed_memory()
-    meter = Meter()
     recipe = _loaded(recipe, overrides)
+    return_freed_memory(sparing=recipe.run.memory_limit is not None)
+    meter = Meter()
     out = _out(recipe, out)
     torch.set_num_threads(recipe.run.threads or len(os.sched_getaffinity(0)))
     with meter.stage("open"):

@@ -54,15 +54,18 @@ class Meter:
         return max([0 if self._recalled else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, *self.peaks.values()])
 
 
-def return_freed_memory() -> None:
+def return_freed_memory(*, sparing: bool = False) -> None:
     """Let freed blocks of 4 MiB and more go back to the operating system at once, and what is free at the end of the heap beyond 16 MiB.
 
     Blocks come and go by the hundred while a model streams through; those that glibc keeps (all below 32 MiB) raised the peak of quantizing the demo model from 647 to 831 MiB.
-    Returning those of 1 MiB, too, cost a quarter more CPU time in page faults; one heap for all threads saves 34 MiB. Does nothing where the C library has no such settings.
+    Returning those of 1 MiB, too, cost a quarter to a third more time in page faults; one heap for all threads saves 34 MiB. Does nothing where the C library has no such settings.
+
+    Args:
+        sparing: also those from 256 KiB on: holes between small blocks are not ours to keep under a memory limit (50 MiB in a model 256 wide; large models' are above 4 MiB).
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
-        for setting, value in ((_M_MMAP_THRESHOLD, 4 << 20), (_M_TRIM_THRESHOLD, 16 << 20), (_M_ARENA_MAX, 1)):
+        for setting, value in ((_M_MMAP_THRESHOLD, 256 << 10 if sparing else 4 << 20), (_M_TRIM_THRESHOLD, 16 << 20), (_M_ARENA_MAX, 1)):
             libc.mallopt(setting, value)
 
 

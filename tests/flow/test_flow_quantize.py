@@ -71,6 +71,7 @@ def write_recipe(folder: Path, **changes: object) -> Path:
         "quantize": {"method": "gptq", "scheme": "int4-g32-sym"},
         "export": [{"format": "gguf"}, {"format": "gptq"}],
         "evaluate": {"text": "evaluation.txt", "window": 64},
+        "run": {"threads": 1},
         **changes,
     }
     path = folder / "recipe.yaml"

@@ -3,9 +3,9 @@
     python benchmarks/exports.py --model DIR --text FILE --out OUT [--formats gptq,awq] [--threads N] [--save NAME]
 
 The model is rounded to nearest in each scheme (an export transcribes integers, whoever chose them), written as an artifact, exported and verified as `qforge export` does it.
-KL divergence is of the engine's next-token distributions from our runtime's over the same integers. An engine that is not installed here is a row that says so, and then the exit code is 1,
-as it is where weights differ or an engine that computes in fp32 is too far away. Saved rows become docs/exports.md (`make docs`); with `--formats` the other rows stay as they
-were measured.
+KL divergence is of the engine's next-token distributions from our runtime's over the same integers. An engine that is not installed here is a row that says so, and then the exit
+code is 1, as it is where weights differ or an engine that computes in fp32 is too far away. Saved rows become docs/exports.md (`make docs`); with `--formats` the other rows
+stay as they were measured.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def _dequantized(tensor: gguf.ReaderTensor, name: str, model: Model) -> torch.Te
 
 
 def verify_in_llama_cpp(path: Path, model: Model, scorer: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:
-    """Mean KL divergence of llama.cpp's next-token distributions from the scorer's, how often both rank the same token first, and whether it dequantizes blocks as the gguf package does.
+    """Mean KL divergence of llama.cpp's next-token distributions from the scorer's, the share of the same first tokens, and whether it dequantizes blocks as the gguf package does.
 
     Raises:
         MissingCapabilityError: llama.cpp is not installed.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from tables import RESULTS, replaced
 
 HEAD = "| | scheme | run by | weights | KL divergence | same first token | |\n|---|---|---|---|---|---|---|"
-READERS = {"llama.cpp": "gguf package", "onnxruntime": "onnxruntime, operator by operator", "onnxruntime-genai": "onnxruntime, operator by operator"}  # engine -> who compared its weights
+OPERATORS = "onnxruntime, operator by operator"
+READERS = {"llama.cpp": "gguf package", "onnxruntime": OPERATORS, "onnxruntime-genai": OPERATORS}  # engine -> who compared its weights
 
 
 def filled(page: str) -> str:
@@ -52,7 +52,7 @@ def _operators(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """The operators with weights of an ONNX file, and their types."""
     if row["engine"] != "onnxruntime":
         return ""
-    return next((str(r["note"]) for r in _same_file(row, rows) if r["engine"] == READERS["onnxruntime"]), "")
+    return next((str(r["note"]) for r in _same_file(row, rows) if r["engine"] == OPERATORS), "")
 
 
 def _equal(equal: bool | None) -> str:

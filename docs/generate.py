@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from the commands, JSON Schemas from dataclasses, the tables of README and docs/exports.md from results; with --check says what is not current (exit code 1 where something is)."""
+"""Writes docs/cli.md from the commands, JSON Schemas from dataclasses, tables from results; with --check says what is not current (exit code 1 where something is)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def _cell(text: str) -> str:
 def main(arguments: list[str]) -> int:
     """Write or check the pages."""
     late = 0
-    pages = ((PAGE, page()), (RESULTS, schemas.results()), (COMPARISON, schemas.comparison()), (README, filled(README.read_text())), (EXPORTS, export_table.filled(EXPORTS.read_text())))
+    tables = ((README, filled(README.read_text())), (EXPORTS, export_table.filled(EXPORTS.read_text())))
+    pages = ((PAGE, page()), (RESULTS, schemas.results()), (COMPARISON, schemas.comparison()), *tables)
     for path, text in pages:
         current = path.exists() and path.read_text() == text
         if "--check" in arguments:

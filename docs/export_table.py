@@ -30,7 +30,7 @@ def _line(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     if row["engine"] == "none":
         return f"| {name} | {row['scheme']} | not run | {_equal(_weights(row, rows, None))} | | | {row['note']} |"
     reference = row["note"].partition("against ")[2].partition(";")[0] or "qforge"
-    beside = "" if reference == "qforge" else f"against {reference}'s own rounding of activations"
+    beside = "" if reference == "qforge" else f"against {reference}, which rounds the same activations"
     remarks = "; ".join(filter(None, [row["failed"], _operators(row, rows), beside]))
     figures = f"{row['kl_mean']:.1e} | {100 * row['top1_agreement']:.1f} %"
     return f"| {name} | {row['scheme']} | {row['engine']} {row['version'].removeprefix('xllamacpp ')} | {_equal(_weights(row, rows, row['engine']))} | {figures} | {remarks} |"

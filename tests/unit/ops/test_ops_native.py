@@ -14,7 +14,8 @@ from tolerances import KERNELS
 from qforge import numerics
 from qforge.ops import native
 from qforge.ops.memory import Arena
-from qforge.ops.native import NativeDense, NativeInt8, NativeKernel, NativeRounded, context, instruction_sets
+from qforge.ops.native import NativeDense, NativeInt8, NativeKernel, NativeRounded
+from qforge.ops.native_module import context, instruction_sets
 from qforge.ops.select import choose
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse

@@ -18,15 +18,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import qforge
+from qforge.errors import DataError
 from qforge.files import sha256_file
 from qforge.models.cache import cache_folder
 from qforge.ops.native_module import instruction_sets, missing, module
 from qforge.runtime import packed_file
 from qforge.runtime.packed_file import PackedModel
 
-LIMIT = 20 << 30  # bytes of all entries together
+_LIMIT_GB = "20"  # of all entries together, unless QFORGE_PACKED_GB says otherwise
 _DECIDE = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken")  # what a model is read from
 _SETTLED = 2_000_000_000  # ns: a file changed again within the resolution of its file system's clock would look the same
 _ABANDONED = 3600  # seconds after which a half-written file is nobody's any more
@@ -69,29 +71,42 @@ class Entry:
                 return
             self.path.parent.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.path.parent).free
-            if size > min(LIMIT, free // 2):
-                _log.warning(
-                    "packed weights of %.1f GB are not kept for the next start: %.1f GB of disk are free, and the cache holds up to %.1f GB", size / 1e9, free / 1e9, LIMIT / 1e9
-                )
+            if size > min(_limit(), free // 2):
+                _log.warning("packed weights of %.1f GB are not kept for the next start: %.1f GB of disk are free, the cache holds %.1f GB", size / 1e9, free / 1e9, _limit() / 1e9)
                 return
             with _replacing(self.path) as temporary:
                 packed_file.write(temporary, packed, threads)
-            _sweep(self.path)
         except OSError as e:
             _log.warning("packed weights are not kept for the next start: %s cannot be written (%s)", self.path.parent, e.strerror or e)
+            return
+        with contextlib.suppress(OSError):  # another process sweeps, too
+            _sweep(self.path)
 
 
 def entry(source: Path, activations: str) -> Entry | None:
-    """Where the packed weights of a model's file or folder belong; None where they cannot be kept: no native module, or a model that is more than files side by side."""
-    if missing() is not None or (source / "additional_chat_templates").exists():
+    """Where the packed weights of a model's file or folder belong; None where none are to be kept, or cannot be: no native module, a model that is more than files side by side.
+
+    Raises:
+        DataError: QFORGE_PACKED_GB is no size.
+    """
+    if _limit() == 0 or missing() is not None or (source / "additional_chat_templates").exists():
         return None
     try:
         state = _state(source)
         content = _content(source, state)
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return None
     made = hashlib.sha256(f"{content} {activations} {instruction_sets()[0]} {_program()}".encode()).hexdigest()
     return Entry(source, state, cache_folder() / "packed" / f"{content[:32]}-{made[:32]}.qfpack")
+
+
+def _limit() -> int:
+    """Bytes of all entries together."""
+    given = os.environ.get("QFORGE_PACKED_GB", _LIMIT_GB)
+    try:
+        return int(float(given) * 1e9)
+    except (ValueError, OverflowError) as e:
+        raise DataError(f"QFORGE_PACKED_GB is '{given}'; give a number of gigabytes, or 0 to keep no packed weights") from e
 
 
 def _files(source: Path) -> list[Path]:
@@ -106,10 +121,9 @@ def _state(source: Path) -> list[list[int | str]]:
 def _content(source: Path, state: list[list[int | str]]) -> str:
     """Hash of the files' names and bytes: the noted one, where they are as they were when it was noted."""
     note = cache_folder() / "packed" / f"{hashlib.sha256(os.fsencode(source.absolute())).hexdigest()[:32]}.json"
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        noted = json.loads(note.read_bytes())
-        if noted["state"] == state:
-            return str(noted["content"])
+    noted = _noted(note)
+    if noted is not None and noted.get("state") == state:
+        return str(noted["content"])
     hashed = "\n".join(f"{p.name} {sha256_file(p)}" for p in _files(source))
     content = hashlib.sha256(hashed.encode()).hexdigest()
     newest = max((int(t) for row in state for t in row[2:4]), default=0)
@@ -135,7 +149,7 @@ def _program() -> str:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary file that no other process has; when the block succeeds it is renamed to `path`, otherwise it is removed. Not synced: what a crash tears is found by its checksum."""
+    """Yield a temporary file that no other process has; when the block succeeds it is renamed to `path`, otherwise it is removed. Not synced: a checksum finds what a crash tears."""
     handle, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
     os.close(handle)
     temporary = Path(name)
@@ -150,7 +164,7 @@ def _replacing(path: Path) -> Iterator[Path]:
 def _sweep(newest: Path) -> None:
     """Remove what was not used for longest, down to the limit; and what nobody will finish or find."""
     entries = sorted(newest.parent.glob("*.qfpack"), key=lambda p: p.stat().st_mtime, reverse=True)
-    room = LIMIT
+    room = _limit()
     for path in [newest, *(p for p in entries if p != newest)]:
         room -= path.stat().st_size
         if room < 0:
@@ -159,5 +173,15 @@ def _sweep(newest: Path) -> None:
         if time.time() - path.stat().st_mtime > _ABANDONED:
             path.unlink(missing_ok=True)
     for path in newest.parent.glob("*.json"):
-        if not any(newest.parent.glob(f"{json.loads(path.read_bytes())['content'][:32]}-*.qfpack")):
+        content = (_noted(path) or {}).get("content", "")
+        if not any(newest.parent.glob(f"{content[:32]}-*.qfpack")):
             path.unlink(missing_ok=True)
+
+
+def _noted(note: Path) -> dict[str, Any] | None:
+    """What was noted of a model's files; None where there is nothing, or nothing that can be read."""
+    try:
+        found = json.loads(note.read_bytes())
+        return found if isinstance(found, dict) and isinstance(found["content"], str) else None
+    except (OSError, ValueError, KeyError):
+        return None

@@ -139,9 +139,10 @@ def _built(told: dict[str, Any], room: Buffer) -> PackedModel:
 
 def _part(told: list[Any], buffer: Callable[[list[int] | None], Buffer | None]) -> NativePart:
     out_features, in_features, arithmetic, static_scale, sizes, places = told
-    codes, *others = (buffer(at) for at in places)
+    codes, scales, zeros, book, bias, gather = (buffer(at) for at in places)
     assert codes is not None
-    return NativePart(out_features, in_features, NativeWeight(*sizes, codes, *others), arithmetic, static_scale)
+    name, *numbers, activations = sizes
+    return NativePart(out_features, in_features, NativeWeight(name, *numbers, activations, codes, scales, zeros, book, bias, gather), arithmetic, static_scale)
 
 
 def _spec(told: dict[str, Any]) -> ModelSpec:

@@ -66,7 +66,8 @@ class PlainTokenizer:
         """The text; raises what Jinja or the template raises."""
         assert not tokenize
         assert self.chat_template is not None
-        return _compiled(self.chat_template).render(messages=conversation, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self.special_tokens)
+        text = _compiled(self.chat_template).render(messages=conversation, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self.special_tokens)
+        return str(text)
 
 
 def plain(tokenizer: Any) -> PlainTokenizer | None:

@@ -15,7 +15,7 @@ from qforge import numerics
 from qforge.ops import native
 from qforge.ops.memory import Arena
 from qforge.ops.native import NativeDense, NativeInt8, NativeKernel, NativeRounded
-from qforge.ops.native_module import context, instruction_sets
+from qforge.ops.native_module import context, instruction_sets, module
 from qforge.ops.select import choose
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
@@ -184,14 +184,14 @@ def test_without_the_module_the_reference_runs_and_says_so_once(monkeypatch: pyt
     def fail(name: str) -> None:
         raise ImportError("no compiler")
 
-    native.module.cache_clear()
+    module.cache_clear()
     monkeypatch.setattr(importlib, "import_module", fail)
     try:
         with caplog.at_level(logging.WARNING):
             choices = [choose(parse("int4-g64-sym"), (64, 64)) for _ in range(2)]
     finally:
         monkeypatch.undo()
-        native.module.cache_clear()
+        module.cache_clear()
     assert choices[0].kernel.name == "reference"
     assert dict(choices[0].passed_over) == {"native": "the native module qforge.ops._native was not built"}
     assert len(caplog.records) == 1

@@ -149,7 +149,7 @@ def _program() -> str:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary file that no other process has; when the block succeeds it is renamed to `path`, otherwise it is removed. Not synced: a checksum finds what a crash tears."""
+    """Yield a temporary file that no other process has; when the block succeeds it is renamed to `path`, otherwise removed. Not synced: a checksum finds what a crash tears."""
     handle, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
     os.close(handle)
     temporary = Path(name)

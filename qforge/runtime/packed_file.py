@@ -141,8 +141,9 @@ def _part(told: list[Any], buffer: Callable[[list[int] | None], Buffer | None]) 
     out_features, in_features, arithmetic, static_scale, sizes, places = told
     codes, scales, zeros, book, bias, gather = (buffer(at) for at in places)
     assert codes is not None
-    name, *numbers, activations = sizes
-    return NativePart(out_features, in_features, NativeWeight(name, *numbers, activations, codes, scales, zeros, book, bias, gather), arithmetic, static_scale)
+    name, columns, inputs, blocks, block_k, run, activations = sizes
+    weight = NativeWeight(name, columns, inputs, blocks, block_k, run, activations, codes, scales, zeros, book, bias, gather)
+    return NativePart(out_features, in_features, weight, arithmetic, static_scale)
 
 
 def _spec(told: dict[str, Any]) -> ModelSpec:

@@ -12,7 +12,6 @@ import torch
 from tolerances import KERNELS
 
 from qforge import numerics
-from qforge.ops import native
 from qforge.ops.memory import Arena
 from qforge.ops.native import NativeDense, NativeInt8, NativeKernel, NativeRounded
 from qforge.ops.native_module import context, instruction_sets, module

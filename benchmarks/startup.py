@@ -3,8 +3,9 @@
     python benchmarks/startup.py ARTIFACT [--gguf FILE] [--rounds 7] [--activations int8] [--llama-python PYTHON] [--save NAME]
 
 ARTIFACT is a qforge artifact whose GGUF export llama.cpp runs (as in vs_llama_cpp.py). Its packed weights are cached before the first round, and both models lie in the page cache.
-new process: until a script that imports the library, opens the model and asks for one token after a short prompt has that token. warm process:
-the model opened once more where it was opened before, and one token. further request: one more prompt to an open model. llama.cpp runs in the xllamacpp wheel without its warm-up, or where --llama-python names an interpreter that has it, in llama-cpp-python.
+new process: until a script that imports the library, opens the model and asks for one token after a short prompt has that token.
+warm process: the model opened once more where it was opened before, and one token. further request: one more prompt to an open model.
+llama.cpp runs in the xllamacpp wheel without its warm-up, or where --llama-python names an interpreter that has it, in llama-cpp-python.
 """
 
 from __future__ import annotations

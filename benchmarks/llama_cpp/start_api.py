@@ -26,7 +26,10 @@ def timed(run: object) -> float:
     return time.monotonic() - begin
 
 
-llm = start()
-first = time.monotonic()
-told = {"first": first, "request": [timed(lambda: ask(llm)) for _ in range(int(ROUNDS))]}
-print("\n" + json.dumps(told | {"warm": [timed(start) for _ in range(int(ROUNDS))]}), flush=True)
+def main() -> None:
+    llm = start()
+    told = {"first": time.monotonic(), "request": [timed(lambda: ask(llm)) for _ in range(int(ROUNDS))]}
+    print("\n" + json.dumps(told | {"warm": [timed(start) for _ in range(int(ROUNDS))]}), flush=True)
+
+
+main()

@@ -1,4 +1,4 @@
-"""From nothing to a first token through qforge: model, prompt, activations, threads, rounds -> JSON (see benchmarks/startup.py). The clock is the machine's, which the parent reads, too."""
+"""From nothing to a first token through qforge: model, prompt, activations, threads, rounds -> JSON (see benchmarks/startup.py). The clock is the machine's."""
 
 import json
 import sys
@@ -22,8 +22,10 @@ def timed(run: object) -> float:
     return time.monotonic() - begin
 
 
-llm = start()
-first = time.monotonic()
-told = {"first": first, "torch": "torch" in sys.modules, "request": [timed(lambda: llm.generate([PROMPT], ONE)) for _ in range(int(ROUNDS))]}
-del llm
-print(json.dumps(told | {"warm": [timed(start) for _ in range(int(ROUNDS))]}), flush=True)
+def main() -> None:
+    llm = start()
+    told = {"first": time.monotonic(), "request": [timed(lambda: llm.generate([PROMPT], ONE)) for _ in range(int(ROUNDS))]}
+    print(json.dumps(told | {"warm": [timed(start) for _ in range(int(ROUNDS))]}), flush=True)
+
+
+main()

@@ -1,4 +1,4 @@
-"""From nothing to a first token through llama.cpp (the xllamacpp wheel): file, prompt, -, threads, rounds -> JSON (see benchmarks/startup.py). No warm-up, the prompt's cache off."""
+"""From nothing to a first token through llama.cpp (the xllamacpp wheel): file, prompt, -, threads, rounds -> JSON (see benchmarks/startup.py). No warm-up."""
 
 import json
 import os
@@ -33,9 +33,11 @@ def timed(run: object) -> float:
     return time.monotonic() - begin
 
 
-server = start()
-first = time.monotonic()
-told = {"first": first, "request": [timed(lambda: ask(server)) for _ in range(int(ROUNDS))]}
-del server
-print("\n" + json.dumps(told | {"warm": [timed(start) for _ in range(int(ROUNDS))]}), flush=True)
-os._exit(0)  # its threads take a second to end
+def main() -> None:
+    server = start()
+    told = {"first": time.monotonic(), "request": [timed(lambda: ask(server)) for _ in range(int(ROUNDS))]}
+    print("\n" + json.dumps(told | {"warm": [timed(start) for _ in range(int(ROUNDS))]}), flush=True)
+    os._exit(0)  # its threads take a second to end
+
+
+main()

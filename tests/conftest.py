@@ -14,3 +14,8 @@ import transformers
 
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
+
+
+def pytest_runtest_teardown() -> None:
+    """A recipe that names no number of threads leaves torch with all cores."""
+    torch.set_num_threads(1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -31,6 +33,20 @@ def test_an_unknown_instruction_set_is_refused() -> None:
 
 def test_the_number_of_threads_is_as_asked() -> None:
     assert context(3).threads == 3
+
+
+def test_threads_end_with_the_interpreter_whoever_holds_the_modules() -> None:
+    code = """
+import ctypes
+from qforge.methods import native as solver
+from qforge.ops import native
+native.context(2)
+solver._pool(2)
+for kept in (native.context, solver._pool):
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # as somebody who never lets go
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -6,7 +6,6 @@ ordered).
 
 from __future__ import annotations
 
-import atexit
 import functools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,9 +21,6 @@ from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Number, Per, Scheme, Symmetry
 
 LONGEST_RUN = 65536  # inputs, kLongestRun of integer.h
-
-
-atexit.register(context.cache_clear)  # threads end while there is an interpreter: what holds this module until after its end (pytest's plugins do) would hold them, too
 
 
 @dataclass(frozen=True, slots=True, eq=False)

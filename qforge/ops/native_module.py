@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import logging
@@ -43,3 +44,6 @@ def context(threads: int | None = None, isa: str | None = None) -> Any:
     native = module()
     assert native is not None, missing()
     return native.Context(threads or default_threads(), isa or instruction_sets()[0])
+
+
+atexit.register(context.cache_clear)  # threads end while there is an interpreter: what holds this module until after its end (pytest's plugins do) would hold them, too

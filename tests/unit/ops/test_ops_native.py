@@ -39,7 +39,7 @@ def test_threads_end_with_the_interpreter_whoever_holds_the_modules() -> None:
     code = """
 import ctypes
 from qforge.methods import native as solver
-from qforge.ops import native
+from qforge.ops import native_module as native
 native.context(2)
 solver._pool(2)
 for kept in (native.context, solver._pool):

@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command sets it
+os.environ.setdefault("QFORGE_PACKED_GB", "0")  # tests of the cache of packed weights say otherwise
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from qforge.ops.layers import AttentionParameters, Batch
-from qforge.ops.native import context, module
 from qforge.ops.native_cache import NativeCache
+from qforge.ops.native_module import context, module
 
 native: Any = module()
 ACTIVATIONS = {"silu": native.Activation.SILU, "gelu_pytorch_tanh": native.Activation.GELU_TANH}

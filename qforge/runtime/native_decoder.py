@@ -98,11 +98,12 @@ class NativeDecoder:
         return self._native.Part(p.view, arithmetic, static, p.tiles.in_features, 0 if p.tiles.gather is None else p.tiles.gather.data_ptr())
 
     def _embedding(self) -> Any:
-        table = self._weights.head.table
-        tiled = isinstance(table, Tiles)
-        values = table.codes if isinstance(table, Tiles) else table
-        stride = table.blocks * table.block_k if isinstance(table, Tiles) else table.shape[1]
-        return self._native.Embedding(getattr(self._native.Format, _DTYPES[values.dtype]), values.data_ptr(), tiled, stride, self.spec.embedding_scale)
+        table, shared = self._weights.head.table, self._weights.head.logits.parts[0].packed
+        if isinstance(table, Tiles):
+            assert shared is not None
+            assert shared.tiles is table
+            return self._native.Embedding(shared.view, 0 if table.gather is None else table.gather.data_ptr(), self.spec.embedding_scale)
+        return self._native.Embedding(getattr(self._native.Format, _DTYPES[table.dtype]), table.data_ptr(), self.spec.embedding_scale)
 
 
 def _elsewhere(product: Product, in_features: int, out_features: int) -> Any:

@@ -92,6 +92,8 @@ class QuantizedSource:
             ModelError: its tensors do not fit its scheme.
         """
         tensors = {local: self._source.read(f"{self._place(name)}.{local}") for local in self._parts[name]}
+        if name == _HEAD and self.table is not None and not torch.equal(tensors["weight_scale"], self._source.read(f"{_HEAD}.weight_scale")):
+            raise ModelError(f"{self._origin}: '{_HEAD}' and '{self.table}' share their codes, but their scales differ")
         bias = f"{name}.bias"
         if bias in self._plain:
             tensors["bias"] = self._source.read(bias)

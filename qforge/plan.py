@@ -14,7 +14,7 @@ from qforge.layouts.compressed_tensors_config import experts_problem
 from qforge.methods import Options, Quantizer, Transform, find, find_transforms, statistics_needed
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
-from qforge.models.tying import shared_table, untied_because
+from qforge.models.tying import HEAD, shared_table, untied_because
 from qforge.recipe import Recipe
 from qforge.runtime.decoder import supports
 from qforge.scheme import Per, Scheme
@@ -211,9 +211,12 @@ def _sizes(model: Model, layers: Sequence[LayerPlan]) -> tuple[int, int, int]:
 
 
 def unquantized_bytes(model: Model, quantized: Mapping[str, Scheme]) -> int:
-    """Bytes of the artifact's tensors beside these linears (and beside an embedding that shares the head's codes)."""
-    left_out = {f"{name}.weight" for name in (*quantized, shared_table(model, quantized))}
-    return sum(_count(model.weights.info(n).shape) * model.dtype.itemsize for n in model.weights.names() if n not in left_out)
+    """Bytes of the artifact's tensors beside these linears. Of an embedding that shares the head's codes these are its scales."""
+    table = shared_table(model, quantized)
+    left_out = {f"{name}.weight" for name in (*quantized, table)}
+    shape = () if table is None else model.weights.info(f"{table}.weight").shape
+    scales = 0 if table is None else (quantized[HEAD].storage_bits(*shape) - quantized[HEAD].bits * _count(shape)) // 8
+    return scales + sum(_count(model.weights.info(n).shape) * model.dtype.itemsize for n in model.weights.names() if n not in left_out)
 
 
 def export_bytes(type_name: str | None, parameters: int, artifact_bytes: int) -> int:

@@ -74,7 +74,9 @@ def write_artifact(
 def write_checkpoint(
     folder: Path, model: Model, packed: Callable[[str], Piece], settings: Callable[[], Mapping[str, Any]], *, shard_bytes: int, beside: str | None = None
 ) -> list[Path]:
-    """Write a quantized model as a checkpoint in another program's layout; it replaces `folder` when complete. An embedding that shares the head's codes comes dequantized, in fp32.
+    """Write a quantized model as a checkpoint in another program's layout; it replaces `folder` when complete.
+
+    An embedding that shares the head's codes is dequantized in fp32, since only our own layout holds codes for it.
 
     Args:
         folder: where to.

@@ -12,7 +12,7 @@ HEAD = "lm_head"
 
 
 def shared_table(model: Model, schemes: Mapping[str, Scheme]) -> str | None:
-    """Module name of the embedding that holds the codes of the quantized head, too; None where the head is not quantized, not tied, or gets codes of its own (`untied_because`)."""
+    """Module name of the embedding that holds the codes of the quantized head, too; None where the head is unquantized, not tied, or gets its own codes (`untied_because`)."""
     name = _table(model, schemes)
     return None if name is None or table_problem(schemes[HEAD]) is not None else name
 

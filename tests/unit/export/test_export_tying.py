@@ -38,7 +38,8 @@ def artifact(folder, head="int8-g32-sym", text="int4-g32-sym", family="llama", o
 
 @pytest.mark.parametrize("only", [False, True], ids=["all", "head only"])
 @pytest.mark.parametrize(("head", "text", "family"), [
-    ("int8-g32-sym", "int4-g32-sym", "llama"), ("int8-channel-sym", "int4-g32-asym", "gemma3_text"), ("int8-g32-sym", "int8-g32-sym", "qwen2"), ("int8-g64-sym", "w8a8-int8", "qwen3"),
+    ("int8-g32-sym", "int4-g32-sym", "llama"), ("int8-channel-sym", "int4-g32-asym", "gemma3_text"),
+    ("int8-g32-sym", "int8-g32-sym", "qwen2"), ("int8-g64-sym", "w8a8-int8", "qwen3"),
 ])  # fmt: skip
 def test_transformers_dequantizes_one_table_for_both(tmp_path, head, text, family, only):
     folder, q = artifact(tmp_path, head, text, family, only)

@@ -2,11 +2,11 @@
 
     python benchmarks/vs_llama_cpp.py ARTIFACT [--gguf FILE ...] [--activations int8] [--llama-python PYTHON] [--save NAME]
 
-ARTIFACT is a qforge artifact whose GGUF export llama.cpp runs (q4_0 or q4_1, whichever holds its codes; made in a temporary folder unless --gguf names files; of several the
-best counts).
+ARTIFACT is a qforge artifact whose GGUF export llama.cpp runs: the same integers, the output head's included (made in a temporary folder unless --gguf names files; of several
+the best counts). benchmarks/llama_cpp/artifacts.py makes a symmetric and an asymmetric one of SmolLM2 and of a model with 1.1 billion parameters.
 decode: one sequence, 127 tokens after 3. prefill: 512 tokens. mixed: 32 requests at once, prompts of 32-512 and outputs of 16-256 tokens (seed 0), end-of-text ignored.
 One sequence runs through llama.cpp's C API where PYTHON has llama_cpp (no sampling is timed there; ours samples), else through the xllamacpp server's own clock; mixed always
-through that server, with 32 slots. Keys and values are kept in 16 bits by both.
+through that server, with 32 slots. Keys and values are kept in 16 bits by both. llama.cpp runs one sequence with each number of threads of --llama-threads, and its best counts.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent / "llama_cpp"))
 from load import mixed
 
+from qforge.export.inspection import inspect
 from qforge.ops.native_module import instruction_sets
 from qforge.runtime.bench import read_bandwidth
 from qforge.stages.outcome import environment
@@ -41,6 +42,7 @@ def main() -> int:
         rounds = [one_round(args, ggufs, Path(folder)) for _ in range(args.rounds)]
     content = {
         "command": " ".join(["python benchmarks/vs_llama_cpp.py", args.model.name, *sys.argv[2:]]), "activations": args.activations, "threads": args.threads,
+        "weights": weights_of(args.model),
         "environment": environment() | {"instruction_set": next(iter(instruction_sets()), None), "read_bandwidth": read_bandwidth(args.threads)}, "rounds": rounds,
     }  # fmt: skip
     text = page(content)
@@ -57,6 +59,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gguf", type=Path, action="append", help="what llama.cpp runs; repeatable")
     parser.add_argument("--activations", choices=["fp", "int8"], default="int8", help="llama.cpp always rounds activations to int8 (default: so do we)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--llama-threads", type=lambda s: [int(n) for n in s.split(",")], help="tried by llama.cpp for one sequence (default: 1 and --threads)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=["single", "mixed"], help="half of the work")
     parser.add_argument("--llama-python", type=Path, default=sys.executable, help="an interpreter that has llama_cpp")
@@ -65,9 +68,8 @@ def arguments() -> argparse.Namespace:
 
 
 def export(model: Path, folder: Path) -> Path:
-    """The artifact as GGUF, of the type that holds its codes."""
-    kind = "q4_0" if "sym" in json.loads((model / "qforge.json").read_text())["quantize"]["scheme"].split("-") else "q4_1"
-    subprocess.run([sys.executable, "-m", "qforge", "export", str(model), "--format", "gguf", "--type", kind, "--out", str(folder / "gguf")], check=True, stdout=sys.stderr)
+    """The artifact as GGUF, of the types that hold its codes."""
+    subprocess.run([sys.executable, "-m", "qforge", "export", str(model), "--format", "gguf", "--out", str(folder / "gguf")], check=True, stdout=sys.stderr)
     return next(p for p in (folder / "gguf").rglob("*.gguf"))
 
 
@@ -82,18 +84,32 @@ def one_round(args: argparse.Namespace, ggufs: list[Path], folder: Path) -> Roun
     has_api = subprocess.run([str(args.llama_python), "-c", "import llama_cpp"], capture_output=True, check=False).returncode == 0
     theirs: dict[str, Any] = {}
     for gguf in ggufs:
-        asked = request | {"gguf": str(gguf)}
-        found: dict[str, Any] = work(args.llama_python, "api.py", asked | {"mixed": []}, folder) if has_api and request["repeats"] else {}
-        if importlib.util.find_spec("xllamacpp") is not None and (request["mixed"] or not has_api):
-            found = work(Path(sys.executable), "server.py", asked | {"repeats": 0 if has_api else request["repeats"]}, folder) | found
-        theirs = best_of(theirs, found | {"gguf": gguf.name})
+        for threads in sorted({*(args.llama_threads or [1]), args.threads}, reverse=True):
+            asked = request | {"gguf": str(gguf), "threads": threads}
+            if threads != args.threads:
+                asked["mixed"] = []  # many requests take all threads
+            found: dict[str, Any] = work(args.llama_python, "api.py", asked | {"mixed": []}, folder) if has_api and request["repeats"] else {}
+            if importlib.util.find_spec("xllamacpp") is not None and (asked["mixed"] or (not has_api and request["repeats"])):
+                found = work(Path(sys.executable), "server.py", asked | {"repeats": 0 if has_api else request["repeats"]}, folder) | found
+            theirs = best_of(theirs, found | {"from": {name: f"{weights_of(gguf)}, {threads} threads" for name in FIGURES if name in found}})
     return {"ours": work(Path(sys.executable), "ours.py", request, folder), "llama.cpp": theirs}
+
+
+def weights_of(path: Path) -> str:
+    """In what an engine stores the layers and the output head: of a GGUF file, or of an artifact."""
+    found = inspect(path)
+    if found["kind"] != "GGUF file":
+        schemes = {e["name"]: e["scheme"] for e in found["linears"]}
+        return f"{found['linears'][0]['scheme']}, head {schemes.get('lm_head', found['dtype'])}"
+    types = {t["name"]: t["type"] for t in found["tensors"]}
+    return f"{types['blk.0.attn_q.weight']}, head {types.get('output.weight', types['token_embd.weight'])}"
 
 
 def best_of(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     """Of each figure the better one."""
     rate = {name: lambda d, name=name: d.get(name, {}).get("tokens_per_second", 0.0) if name == "mixed" else d.get(name, 0.0) for name in FIGURES}
-    return {**a, **b, **{name: max((a, b), key=rate[name])[name] for name in FIGURES if name in a and name in b}}
+    better = {name: max((a, b), key=rate[name]) for name in FIGURES if name in a or name in b}
+    return {**a, **b, **{name: d[name] for name, d in better.items()}, "from": {name: d["from"][name] for name, d in better.items()}}
 
 
 def work(python: Path, script: str, request: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -113,7 +129,8 @@ def page(content: dict[str, Any]) -> str:
     first = content["rounds"][0]
     head = [
         f"# qforge beside llama.cpp ({content['activations']} activations, {content['threads']} threads)", "", f"`{content['command']}`", "",
-        f"{first['ours']['version']}; llama.cpp: {first['llama.cpp']['version']}, {first['llama.cpp']['gguf']}; {machine.get('cpu', '')}, {machine['instruction_set']}, "
+        f"{first['ours']['version']}, {content['weights']}; {first['llama.cpp']['version']}, of each figure the best of its files and numbers of threads ("
+        f"{'; '.join(f'{name}: {what}' for name, what in first['llama.cpp']['from'].items())}); {machine.get('cpu', '')}, {machine['instruction_set']}, "
         f"memory read at {machine['read_bandwidth'] / 1e9:.1f} GB/s. Medians of {len(content['rounds'])} rounds, both in turn.", "",
         "| | qforge | llama.cpp | ratio |", "|---|---|---|---|",
     ]  # fmt: skip

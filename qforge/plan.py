@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 
@@ -14,6 +14,7 @@ from qforge.layouts.compressed_tensors_config import experts_problem
 from qforge.methods import Options, Quantizer, Transform, find, find_transforms, statistics_needed
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
+from qforge.models.tying import HEAD, shared_table, untied_because
 from qforge.recipe import Recipe
 from qforge.recipe.model import OptionsSection
 from qforge.runtime.decoder import supports
@@ -95,6 +96,10 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
     _check_transforms(transforms, schemes)
     needed = frozenset() if quantizer is None else statistics_needed(quantizer, schemes, options).union(*(t.needs(options) for t in transforms))
     parameters = _parameters(merged)
+    untied = untied_because(model, {p.name: p.scheme for p in layers if p.scheme is not None})
+    if untied is not None:
+        size = blocks.vocab_size * blocks.hidden_size * model.dtype.itemsize
+        notes.append(f"the quantized output head no longer shares the embedding's table, which stays beside it ({size / 1e6:,.1f} MB): {untied}")
     more = (_parameters(model) - parameters) * model.dtype.itemsize
     if more:
         notes.append(f"rotate unties embedding and output head, since only the head takes the last norm's weight: {more / 1e6:,.1f} MB more, unless the head is quantized, too")
@@ -211,13 +216,16 @@ def _sizes(model: Model, layers: Sequence[LayerPlan]) -> tuple[int, int, int]:
     quantized = [p for p in layers if p.scheme is not None]
     bits = sum(p.scheme.storage_bits(p.out_features, p.in_features) for p in quantized if p.scheme is not None)
     weights = sum(p.out_features * p.in_features for p in quantized)
-    return bits, weights, unquantized_bytes(model, [p.name for p in quantized]) + bits // 8
+    return bits, weights, unquantized_bytes(model, {p.name: p.scheme for p in quantized if p.scheme is not None}) + bits // 8
 
 
-def unquantized_bytes(model: Model, quantized: Collection[str]) -> int:
-    """Bytes of the artifact's tensors beside these linears."""
-    left_out = {f"{name}.weight" for name in quantized}
-    return sum(_count(model.weights.info(n).shape) * model.dtype.itemsize for n in model.weights.names() if n not in left_out)
+def unquantized_bytes(model: Model, quantized: Mapping[str, Scheme]) -> int:
+    """Bytes of the artifact's tensors beside these linears. Of an embedding that shares the head's codes these are its scales."""
+    table = shared_table(model, quantized)
+    left_out = {f"{name}.weight" for name in (*quantized, table)}
+    shape = () if table is None else model.weights.info(f"{table}.weight").shape
+    scales = 0 if table is None else (quantized[HEAD].storage_bits(*shape) - quantized[HEAD].bits * _count(shape)) // 8
+    return scales + sum(_count(model.weights.info(n).shape) * model.dtype.itemsize for n in model.weights.names() if n not in left_out)
 
 
 def export_bytes(type_name: str | None, parameters: int, artifact_bytes: int) -> int:

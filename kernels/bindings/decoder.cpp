@@ -58,10 +58,12 @@ void bind_decoder(nb::module_ &m) {
     nb::class_<Embedding>(m, "Embedding")
         .def(
             "__init__",
-            [](Embedding *self, Format format, uintptr_t table, bool tiled, int64_t stride, float scale) {
-                new (self) Embedding{format, pointer<const void>(table), tiled, stride, scale};
-            },
-            nb::arg("format"), nb::arg("table"), nb::arg("tiled"), nb::arg("stride"), nb::arg("scale"));
+            [](Embedding *self, Format format, uintptr_t table, float scale) { new (self) Embedding{format, pointer<const void>(table), {}, nullptr, scale}; },
+            nb::arg("format"), nb::arg("table"), nb::arg("scale"))
+        .def(
+            "__init__",
+            [](Embedding *self, const Weight &tiles, uintptr_t gather, float scale) { new (self) Embedding{tiles.format, nullptr, tiles, pointer<const int64_t>(gather), scale}; },
+            nb::arg("tiles"), nb::arg("gather"), nb::arg("scale"));
     nb::class_<Decoder>(m, "Decoder")
         .def(
             "__init__",

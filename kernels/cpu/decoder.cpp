@@ -23,14 +23,24 @@ int64_t columns(const Product &product) {
     return sum;
 }
 
-float value_at(const Embedding &e, int64_t index) {
-    if (e.format == Format::F32) return static_cast<const float *>(e.table)[index];
-    const uint16_t bits = static_cast<const uint16_t *>(e.table)[index];
-    if (e.format == Format::F16) return half_to_float(bits);
+float value_at(Format format, const void *values, int64_t index) {
+    if (format == Format::F32) return static_cast<const float *>(values)[index];
+    const uint16_t bits = static_cast<const uint16_t *>(values)[index];
+    if (format == Format::F16) return half_to_float(bits);
     const uint32_t wide = static_cast<uint32_t>(bits) << 16;
     float f;
     std::memcpy(&f, &wide, 4);
     return f;
+}
+
+// one input of a weight's column, dequantized
+float value_at(const Weight &w, int64_t column, int64_t input) {
+    const int64_t tile = column / kTile, lane = column % kTile, j = input % 8;
+    const uint8_t *chunk = w.codes + (tile * w.inputs() + input / 8 * 8) / 8 * chunk_bytes(w.format);
+    if (w.format != Format::INT8 && w.format != Format::INT4) return value_at(w.format, chunk, j * kTile + lane);
+    const int code = w.format == Format::INT8 ? chunk[j / 4 * 64 + lane * 4 + j % 4] : chunk[lane * 4 + j % 4] >> (j / 4 * 4) & 15;
+    const int64_t at = (tile * w.blocks + input / w.block_k) * kTile + lane;
+    return static_cast<float>(code - w.zeros[at]) * w.scales[at];
 }
 
 }  // namespace
@@ -65,9 +75,15 @@ void Decoder::embed(const int64_t *tokens, int64_t rows) {
     const Embedding &e = embedding_;
     context_.rows(rows, 1 + 4096 / shape_.width, [&](int64_t first, int64_t end) {
         for (int64_t r = first; r < end; ++r) {
-            const int64_t at = e.tiled ? tokens[r] / kTile * e.stride * kTile + tokens[r] % kTile : tokens[r] * e.stride, step = e.tiled ? kTile : 1;
             float *x = x_.get() + r * shape_.width;
-            for (int64_t i = 0; i < shape_.width; ++i) x[i] = value_at(e, at + i * step) * e.scale;
+            if (e.table) {
+                for (int64_t i = 0; i < shape_.width; ++i) x[i] = value_at(e.format, e.table, tokens[r] * shape_.width + i) * e.scale;
+                continue;
+            }
+            for (int64_t i = 0; i < e.tiles.inputs(); ++i) {
+                const int64_t input = e.gather ? e.gather[i] : i;
+                if (input < shape_.width) x[input] = value_at(e.tiles, tokens[r], i) * e.scale;
+            }
         }
     });
 }

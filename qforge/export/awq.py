@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from qforge.errors import UnsupportedError
-from qforge.export.hf import HEAD, unquantized_linears, weight_shape, write_checkpoint
+from qforge.export.hf import unquantized_linears, weight_shape, write_checkpoint
 from qforge.export.writer import SHARD_BYTES, Piece
 from qforge.layouts.autoawq import AutoAwq
 from qforge.models.model import Model
+from qforge.models.tying import HEAD
 from qforge.models.weights import TensorInfo
 from qforge.scheme import Per, Scheme
 

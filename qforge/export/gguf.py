@@ -16,12 +16,13 @@ from qforge import numerics
 from qforge.errors import UnsupportedError
 from qforge.export.gguf_metadata import add_metadata, metadata_problem, rope_factors
 from qforge.export.gguf_vocabulary import add_vocabulary, vocabulary_problem
-from qforge.export.hf import HEAD, weight_shape
+from qforge.export.hf import weight_shape
 from qforge.files import atomic
 from qforge.layouts import gguf_schemes
 from qforge.layouts.gguf_blocks import BITS, BLOCK, GgufBlocks, lossless_type
 from qforge.models.model import Model
 from qforge.models.names import GGUF_ARCHITECTURES, gguf_names, gguf_norm_offset, gguf_permutes, permute_rows, permuted_heads
+from qforge.models.tying import HEAD, shared_table
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
 
@@ -122,7 +123,7 @@ class GgufExporter:
 
     def _add_schemes(self, writer: GGUFWriter, model: Model) -> None:
         names = gguf_names(model.config.model_type, model.config.num_hidden_layers)
-        modules = {} if self.type in _FLOATS else {names[f"{module}.weight"]: module for module in model.schemes}
+        modules = {} if self.type in _FLOATS else {names[name]: module for name, module in stored_tensors(model) if module is not None}
         stored = {name: (self._kind(model.schemes[module]), model.schemes[module]) for name, module in modules.items()}
         told = gguf_schemes.to_metadata(stored, lambda name: GgufBlocks(stored[name][0]).pack(permuted(model, modules[name]))["zeros_above"])
         for key, value in told.items():
@@ -146,16 +147,11 @@ class GgufExporter:
         """All tensors of the file in the order of the model's weights, a tied head left out."""
         assert model.spec is not None
         names = gguf_names(model.config.model_type, model.config.num_hidden_layers)
-        stored = model.weights.names()
         factors = rope_factors(model.spec)
         if factors is not None:
             yield Tensor("rope_freqs.weight", GGMLQuantizationType.F32, factors.shape, lambda: factors)
-        heads = [f"{HEAD}.weight"] if HEAD in model.schemes and f"{HEAD}.weight" not in stored else []
-        for name in [*stored, *heads]:
-            module = name.removesuffix(".weight")
-            if name.startswith(f"{HEAD}.") and model.config.tie_word_embeddings and HEAD not in model.schemes:
-                continue
-            yield self._quantized(model, module, names[name]) if name.endswith(".weight") and module in model.schemes else self._plain(model, name, names[name])
+        for name, module in stored_tensors(model):
+            yield self._plain(model, name, names[name]) if module is None else self._quantized(model, module, names[name])
 
     def _quantized(self, model: Model, module: str, name: str) -> Tensor:
         shape = weight_shape(model, module)
@@ -171,6 +167,19 @@ class GgufExporter:
         dtype = torch.float32 if len(info.shape) < 2 else _FLOATS.get(self.type, info.dtype)
         kind = GGMLQuantizationType[next(k for k, d in _FLOATS.items() if d is dtype).upper()]
         return Tensor(gguf_name, kind, info.shape, lambda: _bytes(plain(model, name).to(dtype)))
+
+
+def stored_tensors(model: Model) -> Iterator[tuple[str, str | None]]:
+    """Name of each tensor that an export holds, and the quantized linear that it is (None: unquantized). A tied head is left out; codes that it shares with the embedding are the
+    embedding's."""
+    stored, table = model.weights.names(), shared_table(model, model.schemes)
+    heads = [f"{HEAD}.weight"] if HEAD in model.schemes and table is None and f"{HEAD}.weight" not in stored else []
+    for name in [*stored, *heads]:
+        module = name.removesuffix(".weight")
+        if name.startswith(f"{HEAD}.") and model.config.tie_word_embeddings and HEAD not in model.schemes:
+            continue
+        quantized = HEAD if module == table else module
+        yield name, quantized if name.endswith(".weight") and quantized in model.schemes else None
 
 
 def _write_tensors(writer: GGUFWriter, tensors: list[Tensor]) -> None:

@@ -13,11 +13,12 @@ import torch
 
 from qforge import __version__
 from qforge.errors import UnsupportedError
-from qforge.export.hf import HEAD, unquantized_linears, weight_shape, write_checkpoint
+from qforge.export.hf import unquantized_linears, weight_shape, write_checkpoint
 from qforge.export.writer import SHARD_BYTES, Piece
 from qforge.layouts.autogptq import AutoGptq
 from qforge.layouts.bits import words_for
 from qforge.models.model import Model
+from qforge.models.tying import HEAD
 from qforge.models.weights import TensorInfo
 from qforge.scheme import Per, Scheme
 

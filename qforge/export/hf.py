@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PretrainedConfig
@@ -20,12 +20,13 @@ from qforge.layouts import checkpoint
 from qforge.models import assets as asset_files
 from qforge.models import skeleton
 from qforge.models.model import Model
+from qforge.models.tying import HEAD, shared_table
 from qforge.models.weights import TensorInfo
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
 
-HEAD = "lm_head"
 PROVENANCE = "qforge.json"
+_T = TypeVar("_T")
 _CHECKED = 1 << 22  # values looked at together: looking at a whole embedding takes several times its memory
 _ENVIRONMENT_KEYS = ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "_attn_implementation_autoset", "local_files_only", "tokenizer_file")
 
@@ -57,12 +58,13 @@ def write_artifact(
     reason = checkpoint.problem(schemes.values(), model.dtype)
     if reason is not None:
         raise UnsupportedError(reason)
-    untie = HEAD in schemes and bool(model.config.tie_word_embeddings)
-    config = config_json(model.config, model.dtype, tied=False if untie else None)
+    table = shared_table(model, schemes)
+    config = config_json(model.config, model.dtype, tied=False if HEAD in schemes and table is None else None)
     if schemes:
-        config["quantization_config"] = checkpoint.quantization_config(schemes, unquantized_linears(model, schemes), model.dtype)
+        tied = None if table is None else (HEAD, table)
+        config["quantization_config"] = checkpoint.quantization_config(schemes, unquantized_linears(model, schemes), model.dtype, tied)
     with atomic_folder(folder) as temporary:
-        write_safetensors(temporary, checkpoint_pieces(model, schemes, lambda n: _packed(model, schemes, linear, n), changed or {}), shard_bytes=shard_bytes)
+        write_safetensors(temporary, checkpoint_pieces(model, schemes, lambda n: _packed(model, schemes, linear, n, table), changed or {}, table), shard_bytes=shard_bytes)
         write_json(temporary / "config.json", config)
         copy_assets(model.assets, temporary)
         write_json(temporary / PROVENANCE, dict(provenance))
@@ -73,6 +75,8 @@ def write_checkpoint(
     folder: Path, model: Model, packed: Callable[[str], Piece], settings: Callable[[], Mapping[str, Any]], *, shard_bytes: int, beside: str | None = None
 ) -> list[Path]:
     """Write a quantized model as a checkpoint in another program's layout; it replaces `folder` when complete.
+
+    An embedding that shares the head's codes is dequantized in fp32, since only our own layout holds codes for it.
 
     Args:
         folder: where to.
@@ -88,7 +92,8 @@ def write_checkpoint(
     with atomic_folder(folder) as temporary:
         write_safetensors(temporary, checkpoint_pieces(model, model.schemes, packed), shard_bytes=shard_bytes)
         found = dict(settings())
-        write_json(temporary / "config.json", config_json(model.config, model.dtype) | {"quantization_config": found})
+        untied = False if HEAD in model.schemes else None
+        write_json(temporary / "config.json", config_json(model.config, model.dtype, tied=untied) | {"quantization_config": found})
         if beside is not None:
             write_json(temporary / beside, found)
         copy_assets(model.assets, temporary)
@@ -116,17 +121,20 @@ def unquantized_linears(model: Model, schemes: Mapping[str, Scheme]) -> list[str
     return sorted({*built.linears, *built.routers} - set(schemes))
 
 
-def checkpoint_pieces(model: Model, schemes: Mapping[str, Scheme], packed: Callable[[str], Piece], changed: Mapping[str, torch.Tensor] = MappingProxyType({})) -> list[Piece]:
-    """Pieces of a checkpoint in the order of the model's weights: quantized linears through `packed`, everything else as it is or as `changed` has it, a tied head not at all."""
+def checkpoint_pieces(
+    model: Model, schemes: Mapping[str, Scheme], packed: Callable[[str], Piece], changed: Mapping[str, torch.Tensor] = MappingProxyType({}), table: str | None = None
+) -> list[Piece]:
+    """Pieces of a checkpoint in the order of the model's weights: quantized linears through `packed`, everything else as it is or as `changed` has it, a tied head not at all.
+    `table`: the embedding whose place a head takes that is tied to it."""
     tied = bool(model.config.tie_word_embeddings)
     pieces = []
     for name in model.weights.names():
         module = name.removesuffix(".weight")
-        if name.endswith(".weight") and module in schemes:
-            pieces.append(packed(module))
+        if name.endswith(".weight") and (module in schemes or module == table):
+            pieces.append(packed(HEAD if module == table else module))
         elif not (tied and name.startswith(HEAD + ".")):
             pieces.append(_plain(model, name, changed.get(name)))
-    if HEAD in schemes and f"{HEAD}.weight" not in model.weights.names():
+    if HEAD in schemes and table is None and f"{HEAD}.weight" not in model.weights.names():
         pieces.append(packed(HEAD))
     return pieces
 
@@ -151,19 +159,29 @@ def _plain(model: Model, name: str, changed: torch.Tensor | None) -> Piece:
     return Piece({name: model.weights.info(name)}, read)
 
 
-def _packed(model: Model, schemes: Mapping[str, Scheme], linear: Callable[[str], QuantizedLinear], module: str) -> Piece:
+def _packed(model: Model, schemes: Mapping[str, Scheme], linear: Callable[[str], QuantizedLinear], module: str, table: str | None) -> Piece:
     scheme = schemes[module]
     layout = checkpoint.layout_for(scheme, schemes, model.dtype)
+    shape = weight_shape(model, module)
 
     def read() -> dict[str, torch.Tensor]:
         q = linear(module)
         assert q.scheme == scheme, (module, str(q.scheme), str(scheme))
         if q.group_index is not None:
             raise UnsupportedError(f"{module}: groups in activation order (g_idx) are no longer loaded by compressed-tensors; use act_order with contiguous groups, or export gptq")
+        if table is not None and module == HEAD:
+            return _twice(q.codes, layout.pack(q)["weight_scale"], table)
         return {f"{module}.{name}": tensor for name, tensor in layout.pack(q).items()}
 
-    infos = layout.infos(scheme, *weight_shape(model, module))
-    return Piece({f"{module}.{name}": TensorInfo(shape, dtype) for name, (shape, dtype) in infos.items()}, read)
+    infos = {name: TensorInfo(shape, dtype) for name, (shape, dtype) in layout.infos(scheme, *shape).items()}
+    if table is not None and module == HEAD:
+        return Piece(_twice(TensorInfo(shape, torch.int8), infos["weight_scale"], table), read)
+    return Piece({f"{module}.{name}": info for name, info in infos.items()}, read)
+
+
+def _twice(codes: _T, scales: _T, table: str) -> dict[str, _T]:
+    """What a head and the embedding that it is tied to are stored as: codes once, scales for each, since transformers ties weights alone."""
+    return {f"{table}.weight": codes, f"{table}.weight_scale": scales, f"{HEAD}.weight_scale": scales}
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -18,9 +18,9 @@ from qforge.engines.base import Scorer
 from qforge.errors import MissingCapabilityError
 from qforge.export import verify_checkpoint
 from qforge.export.agreement import agreement, next_token_logprobs
-from qforge.export.hf import HEAD
 from qforge.models.model import Model
 from qforge.models.names import gguf_names, gguf_norm_offset, gguf_permutes, permuted_heads, unpermute_rows
+from qforge.models.tying import HEAD, shared_table
 from qforge.types import Verification
 
 
@@ -76,7 +76,7 @@ def _expected(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
     stored = model.weights.names()
     for name in [*stored, *(f"{n}.weight" for n in model.schemes if f"{n}.weight" not in stored)]:
         module = name.removesuffix(".weight")
-        if name.startswith(f"{HEAD}.") and model.config.tie_word_embeddings and HEAD not in model.schemes:
+        if name.startswith(f"{HEAD}.") and model.config.tie_word_embeddings and (HEAD not in model.schemes or shared_table(model, model.schemes) is not None):
             continue
         quantized = name.endswith(".weight") and module in model.schemes
         yield name, numerics.dequantize(model.linear(module)) if quantized else model.weights.read(name).float()

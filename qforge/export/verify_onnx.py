@@ -22,9 +22,9 @@ from qforge.engines import onnx_runtime
 from qforge.engines.base import Scorer
 from qforge.errors import MissingCapabilityError
 from qforge.export.agreement import agreement, next_token_logprobs
-from qforge.export.hf import HEAD
 from qforge.export.onnx_graph import CONTRIB, IR_VERSION, OPSET, TYPES, attribute
 from qforge.models.model import Model
+from qforge.models.tying import HEAD
 from qforge.types import Verification
 
 _SLAB = 256  # inputs whose weights are read from MatMulNBits in one call

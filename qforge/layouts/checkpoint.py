@@ -39,8 +39,8 @@ def layout_for(scheme: Scheme, schemes: Mapping[str, Scheme], model_dtype: torch
     return CompressedTensors(scale_dtype_for(scheme, model_dtype), padded_zeros=not dequantized_on_loading(schemes.values()))
 
 
-def quantization_config(schemes: Mapping[str, Scheme], ignored: Sequence[str], model_dtype: torch.dtype) -> dict[str, Any]:
-    """The `quantization_config` of config.json; see the layouts."""
+def quantization_config(schemes: Mapping[str, Scheme], ignored: Sequence[str], model_dtype: torch.dtype, tied: tuple[str, str] | None = None) -> dict[str, Any]:
+    """The `quantization_config` of config.json; see the layouts. `tied`: the output head and the embedding with which it shares its codes."""
     if any(s.number is Number.NF4 for s in schemes.values()):
         return bitsandbytes.quantization_config(schemes, ignored, model_dtype)
-    return compressed_tensors_config.quantization_config(schemes, ignored)
+    return compressed_tensors_config.quantization_config(schemes, ignored, tied)

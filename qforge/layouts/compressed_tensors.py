@@ -145,6 +145,16 @@ def format_of(scheme: Scheme) -> str:
     return "int-quantized" if scheme.activations is not None and scheme.bits == 8 else "pack-quantized"
 
 
+def table_problem(scheme: Scheme) -> str | None:
+    """None when an embedding may hold such codes (and share them with the output head that it is tied to), or the reason why not.
+
+    transformers 5.23 loads embeddings whose codes are bytes (`int-quantized`); packed ones it takes for missing weights.
+    """
+    if scheme.number is Number.INT8 and scheme.symmetric and scheme.activations is None and scheme.granularity.per in (Per.CHANNEL, Per.GROUP):
+        return None
+    return f"transformers loads embeddings as symmetric int8 weights per channel or group, not {scheme}"
+
+
 def scale_dtype_for(scheme: Scheme, model_dtype: torch.dtype) -> torch.dtype:
     """The dtype in which scales of a scheme are stored in a model of `model_dtype`: exact for every value, and exact after loading.
 

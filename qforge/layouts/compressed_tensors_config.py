@@ -24,13 +24,22 @@ _EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
 _INTEGERS = {n.bits: n for n in Number if n.is_int}
 
 
-def quantization_config(schemes: Mapping[str, Scheme], ignored: Sequence[str]) -> dict[str, Any]:
+def quantization_config(schemes: Mapping[str, Scheme], ignored: Sequence[str], tied: tuple[str, str] | None = None) -> dict[str, Any]:
     """The `quantization_config` of config.json.
 
     Args:
         schemes: the scheme of each quantized linear, by module name; not empty.
         ignored: module names of the linears that are not quantized, the output head included.
+        tied: the output head among them and the embedding with which it shares its codes (`table_problem` of its scheme is None); None where it has codes of its own, or none.
     """
+    if tied is not None:
+        table = _group(schemes[tied[0]], list(tied), padded_zeros=False) | {"format": "int-quantized"}
+        others = {name: scheme for name, scheme in schemes.items() if name != tied[0]}
+        if not others:
+            return _config({"group_0": table}, "int-quantized", ignored)
+        config = quantization_config(others, ignored)
+        groups = {f"group_{i}": group for i, group in enumerate([table, *config["config_groups"].values()])}
+        return _config(groups, "mixed-precision", ignored)
     counts = Counter(schemes.values())
     ordered = sorted(counts, key=lambda s: (counts[s], str(s)))  # the class target last, or compressed-tensors warns about the exact ones
     dequantized = dequantized_on_loading(ordered)
@@ -42,16 +51,20 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Sequence[str]) -
             targets.append(_EXPERTS_TARGET)  # by which transformers 5.23 knows the group that its fused experts are in
         groups[f"group_{i}"] = _group(scheme, targets, padded_zeros=not dequantized)
     formats = {format_of(s) for s in ordered}
-    config: dict[str, Any] = {
+    config = _config(groups, formats.pop() if len(formats) == 1 else "mixed-precision", ignored)
+    return config | ({"dequantize": True} if dequantized else {})
+
+
+def _config(groups: Mapping[str, Any], kind: str, ignored: Sequence[str]) -> dict[str, Any]:
+    return {
         "quant_method": NAME,
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "format": kind,
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": sorted(ignored),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
-    return config | ({"dequantize": True} if dequantized else {})
 
 
 def dequantized_on_loading(schemes: Iterable[Scheme]) -> bool:

@@ -113,17 +113,19 @@ def _open_directory(source: str, path: Path, dtype: str, trust_remote_code: bool
     skeleton = skeletons.build(config, trust_remote_code=trust_remote_code)
     schemes: Mapping[str, Scheme] = {}
     stored: WeightSource = shards
+    exact: set[str] = set()
     if quantization is not None:
         from qforge.models.quantized import QuantizedSource
 
         stored = quantized = QuantizedSource(shards, quantization, skeleton, str(path))
         schemes = quantized.schemes
+        exact = {f"{name}.weight" for name in (*schemes, quantized.table)}
     stored = skeletons.fitted(stored, skeleton, config, str(path))
     asset_files.check_tokenizer(path)
     chosen = DTYPES[dtype] if dtype != "auto" else _own_dtype(config, shards)
     config.dtype = chosen
     if dtype != "auto" or not schemes:
-        stored = Cast(stored, chosen, keep=[f"{name}.weight" for name in schemes])
+        stored = Cast(stored, chosen, keep=exact)
     return Model(source, config, model_spec(config), stored, chosen, path, schemes, trust_remote_code=trust_remote_code)
 
 

@@ -21,11 +21,12 @@ from qforge.models.weights import TensorInfo, WeightSource, listed
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
 
+_HEAD = "lm_head"
 _READABLE = ("compressed-tensors", "gptq", "awq", "bitsandbytes")
 
 
 class QuantizedSource:
-    """Tensors of a quantized checkpoint; `schemes` says which linears are quantized, and how."""
+    """Tensors of a quantized checkpoint; `schemes` says which linears are quantized, and how; `table` names the embedding that holds the codes of a tied head, if one does."""
 
     def __init__(self, source: WeightSource, config: Mapping[str, Any], skeleton: Skeleton, origin: str) -> None:
         """Find the quantized linears.
@@ -44,20 +45,34 @@ class QuantizedSource:
         self._layout, self.schemes = _described(source, config, skeleton, origin)
         self._parts: dict[str, list[str]] = {name: [] for name in self.schemes}
         self._plain: list[str] = []
+        self.table = _table(skeleton, set(source.names()))
         for name in source.names():
             module, local = _parts(name)
-            if module in self.schemes and local != "bias":
+            if module == self.table is not None:
+                self._parts[_HEAD].append(local)
+            elif self.table is not None and module == _HEAD:
+                continue
+            elif module in self.schemes and local != "bias":
                 self._parts[module].append(local)
             else:
                 self._plain.append(name)
 
     def names(self) -> list[str]:
         """Names as in the unquantized model: each quantized linear has one `.weight`."""
-        return [*self._plain, *(f"{module}.weight" for module in self.schemes)]
+        return [*self._plain, *(f"{self._place(module)}.weight" for module in self.schemes)]
+
+    def _place(self, module: str) -> str:
+        return self.table if module == _HEAD and self.table is not None else module
+
+    def _quantized(self, name: str) -> str | None:
+        """The quantized linear that a name of `names` belongs to, if any."""
+        module = name.removesuffix(".weight")
+        found = _HEAD if module == self.table is not None else module
+        return found if name != module and found in self.schemes else None
 
     def info(self, name: str) -> TensorInfo:
         """Shape and dtype; fp32 for a quantized weight."""
-        if name.removesuffix(".weight") in self.schemes:
+        if self._quantized(name) is not None:
             return TensorInfo(self._shapes[name], torch.float32)
         return self._source.info(name)
 
@@ -67,8 +82,8 @@ class QuantizedSource:
         Raises:
             ModelError: the tensors of a quantized linear do not fit its scheme.
         """
-        module = name.removesuffix(".weight")
-        return numerics.dequantize(self.linear(module)) if module in self.schemes and name != module else self._source.read(name)
+        module = self._quantized(name)
+        return self._source.read(name) if module is None else numerics.dequantize(self.linear(module))
 
     def linear(self, name: str) -> QuantizedLinear:
         """The quantized linear of a module, codes as stored.
@@ -76,7 +91,9 @@ class QuantizedSource:
         Raises:
             ModelError: its tensors do not fit its scheme.
         """
-        tensors = {local: self._source.read(f"{name}.{local}") for local in self._parts[name]}
+        tensors = {local: self._source.read(f"{self._place(name)}.{local}") for local in self._parts[name]}
+        if name == _HEAD and self.table is not None and not torch.equal(tensors["weight_scale"], self._source.read(f"{_HEAD}.weight_scale")):
+            raise ModelError(f"{self._origin}: '{_HEAD}' and '{self.table}' share their codes, but their scales differ")
         bias = f"{name}.bias"
         if bias in self._plain:
             tensors["bias"] = self._source.read(bias)
@@ -93,6 +110,12 @@ class QuantizedSource:
         from qforge.models.weights import digest
 
         return digest("quantized", self._source.fingerprint(), *(f"{name}={scheme}" for name, scheme in self.schemes.items()))
+
+
+def _table(skeleton: Skeleton, held: set[str]) -> str | None:
+    """The embedding's module where it holds the codes of the output head that is tied to it (of which only scales are stored, the same ones)."""
+    table = skeleton.tied.get(f"{_HEAD}.weight", "").removesuffix(".weight")
+    return table if f"{table}.weight_scale" in held and f"{_HEAD}.weight" not in held else None
 
 
 def _parts(name: str) -> tuple[str, str]:

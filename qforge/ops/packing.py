@@ -97,8 +97,17 @@ def pack_dense(weight: torch.Tensor) -> Tiles:
 
 
 def embed(tiles: Tiles, tokens: torch.Tensor) -> torch.Tensor:
-    """Rows `tokens [T]` of a packed dense weight, `[T, I]` fp32: an embedding table that shares its memory with the output head."""
-    return tiles.codes[tokens // TILE, :, tokens % TILE][:, : tiles.in_features].float()
+    """Rows `tokens [T]` of a packed weight (dense, or of integers), `[T, I]` fp32: an embedding table that shares its memory with the output head."""
+    tile, column = tokens // TILE, tokens % TILE
+    if tiles.scales is None or tiles.zeros is None:
+        return tiles.codes[tile, :, column][:, : tiles.in_features].float()
+    columns = tiles.codes.view(tiles.codes.shape[0], tiles.codes.shape[1], -1, TILE, CHUNK // 2)[tile, :, :, column]  # [T, C, 2, 4], or [T, C, 1, 4] of two codes a byte
+    codes = columns if tiles.format == "INT8" else torch.cat([columns & 15, columns >> 4], 2)
+    values = (codes.reshape(len(tokens), tiles.blocks, -1).float() - tiles.zeros[tile, :, column].unsqueeze(-1)) * tiles.scales[tile, :, column].unsqueeze(-1)
+    packed = values.view(len(tokens), -1)
+    if tiles.gather is None:
+        return packed
+    return packed.new_zeros(len(tokens), tiles.in_features + 1).index_copy_(1, tiles.gather, packed)[:, :-1]
 
 
 def _blocks(q: QuantizedLinear) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from qforge import numerics
 from qforge.errors import UnsupportedError
 from qforge.models.model import Model
+from qforge.models.tying import HEAD, shared_table
 from qforge.ops.layers import AttentionParameters
 from qforge.ops.native_module import missing
 from qforge.qlinear import QuantizedLinear
@@ -75,7 +77,12 @@ class _Reader:
         return (self._model.weights.read(f"{name}.weight").float() + self._spec.norm_offset).contiguous()
 
     def head(self) -> Head:
-        """Embedding and output head; one copy where the model ties them."""
+        """Embedding and output head; one copy where the model ties them, be it of codes."""
+        if shared_table(self._model, self._model.schemes) is not None:
+            codes = self._model.linear(HEAD)
+            logits = linear(codes, self._threads, self._activations)
+            packed = logits.parts[0].packed
+            return Head(numerics.dequantize(codes) if packed is None else packed.tiles, logits)
         table = self._model.weights.read("model.embed_tokens.weight")
         if "lm_head" in self._model.schemes or (not self._spec.tied_head and "lm_head.weight" in self._names):
             return Head(table.contiguous(), self._linear("lm_head"))

@@ -51,8 +51,11 @@ def _part(part: Part) -> NativePart:
 def _embedding(weights: Weights) -> NativeEmbedding:
     table = weights.head.table
     if isinstance(table, Tiles):
-        return NativeEmbedding(table.format, _buffer(table.codes), True, table.blocks * table.block_k)
-    return NativeEmbedding(_FORMATS[table.dtype], _buffer(table), False, table.shape[1])
+        shared = weights.head.logits.parts[0].packed
+        assert shared is not None
+        assert shared.tiles is table
+        return NativeEmbedding(table.format, None)
+    return NativeEmbedding(_FORMATS[table.dtype], _buffer(table))
 
 
 def _elsewhere(product: Product, in_features: int, out_features: int) -> Elsewhere:

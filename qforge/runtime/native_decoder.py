@@ -39,10 +39,8 @@ class NativeDecoder:
         self._caches = [NativeCache(kv_cache, num_blocks, block_size, spec.num_kv_heads, spec.head_dim) for _ in model.layers]
         layers = [self._layer(i, layer) for i, layer in enumerate(model.layers)]
         activation = {"silu": native.Activation.SILU, "gelu_pytorch_tanh": native.Activation.GELU_TANH}[spec.hidden_act]
-        e = model.embedding
-        embedding = native.Embedding(getattr(native.Format, e.format), address(e.table), e.tiled, e.stride, spec.embedding_scale)
         self._decoder = native.Decoder(
-            context(threads), spec.hidden_size, spec.intermediate_size, spec.vocab_size, spec.norm_eps, activation, embedding, address(model.norm), layers,
+            context(threads), spec.hidden_size, spec.intermediate_size, spec.vocab_size, spec.norm_eps, activation, self._embedding(), address(model.norm), layers,
             self._product(model.head),
         )  # fmt: skip
         self._reach = 0
@@ -98,3 +96,10 @@ class NativeDecoder:
             return self._native.Part(part.out_features, part.in_features, part.elsewhere)
         arithmetic = getattr(self._native.Arithmetic, part.arithmetic)
         return self._native.Part(part.weight.view(), arithmetic, part.static_scale, part.in_features, address(part.weight.gather))
+
+    def _embedding(self) -> Any:
+        e, head = self._model.embedding, self._model.head.parts[0].weight
+        if e.table is not None:
+            return self._native.Embedding(getattr(self._native.Format, e.format), address(e.table), self.spec.embedding_scale)
+        assert head is not None
+        return self._native.Embedding(head.view(), address(head.gather), self.spec.embedding_scale)

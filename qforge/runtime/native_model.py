@@ -61,12 +61,10 @@ class NativeLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeEmbedding:
-    """Token embeddings: values of a float format, row by row, or in the tiles of the output head; `stride`: values of a row."""
+    """Token embeddings. `table`: values of a float `format`, row by row; None: they are the output head's weights, in its tiles."""
 
     format: str
-    table: Buffer
-    tiled: bool
-    stride: int
+    table: Buffer | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -114,7 +114,7 @@ def _told(packed: PackedModel, buffers: dict[tuple[int, int], tuple[int, Buffer]
     return {
         "key": packed.key, "spec": asdict(model.spec), "frequencies": [place(f) for f in model.frequencies], "norm": place(model.norm), "head": product(model.head),
         "layers": [[[place(n) for n in layer.norms], *(product(p) for p in layer.products)] for layer in model.layers],
-        "embedding": [e.format, place(e.table), e.tiled, e.stride], "end_ids": sorted(packed.end_ids), "tokenizer": place(packed.tokenizer),
+        "embedding": [e.format, place(e.table)], "end_ids": sorted(packed.end_ids), "tokenizer": place(packed.tokenizer),
         "chat_template": packed.chat_template, "special_tokens": packed.special_tokens,
     }  # fmt: skip
 
@@ -130,10 +130,8 @@ def _built(told: dict[str, Any], room: Buffer) -> PackedModel:
         return room[at[0] : at[0] + at[1]]
 
     layers = tuple(NativeLayer(tuple(maybe(n) for n in norms), *(product(p) for p in products)) for norms, *products in told["layers"])
-    name, table, tiled, stride = told["embedding"]
-    model = NativeModel(
-        _spec(told["spec"]), tuple(sure(f) for f in told["frequencies"]), layers, sure(told["norm"]), NativeEmbedding(name, sure(table), tiled, stride), product(told["head"])
-    )
+    name, table = told["embedding"]
+    model = NativeModel(_spec(told["spec"]), tuple(sure(f) for f in told["frequencies"]), layers, sure(told["norm"]), NativeEmbedding(name, maybe(table)), product(told["head"]))
     return PackedModel(told["key"], model, frozenset(told["end_ids"]), sure(told["tokenizer"]), told["chat_template"], told["special_tokens"])
 
 

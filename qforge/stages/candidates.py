@@ -97,7 +97,9 @@ def candidates(recipe: Recipe, model: Model, blocks: BlockModel) -> Candidates |
     _check_together(recipe, model, fitted)
     fixed = {name: (scheme,) * len(listed) for name, (_, scheme, _) in by_name.items() if scheme is not None}
     shapes = {name: shape for name, (shape, _, reason) in by_name.items() if reason is None}
-    found = Candidates(shapes, listed, {name: fitted.get(name) or fixed[name] for name in shapes}, None, unquantized_bytes(model, shapes), (*notes, *_padding(listed)))
+    options = {name: fitted.get(name) or fixed[name] for name in shapes}
+    beside = unquantized_bytes(model, {name: schemes[0] for name, schemes in options.items() if schemes[0] is not None})
+    found = Candidates(shapes, listed, options, None, beside, (*notes, *_padding(listed)))
     return _within_budget(recipe, found)
 
 

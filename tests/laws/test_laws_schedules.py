@@ -21,13 +21,15 @@ from qforge.runtime.scheduler import Scheduler
 from qforge.runtime.sequence import FinishReason, SamplingParams
 from qforge.runtime.step import build_step
 
-MODELS = ["llama", "gemma3", "mistral", "qwen2", "qwen3", "int4-g32-asym", "int8-channel-sym+int8-token"]
+MODELS = ["llama", "gemma3", "mistral", "qwen2", "qwen3", "int4-g32-asym", "int8-channel-sym+int8-token", "shared table"]
 GIVEN, NEW = prompts(6, 60, seed=5), 4
 BLOCKS = 40
 
 
 @cache
 def opened(name: str) -> Model:
+    if name == "shared table":
+        return quantized("llama", lambda n: "int4-g32-sym", head="int8-g32-sym")[0]
     return quantized("llama", lambda n: name)[0] if name.startswith("int") else model(name)
 
 

@@ -37,12 +37,12 @@ struct Layer {
     float scale;
 };
 
-// Token embeddings: [vocabulary][width], or the tiles of a dense weight that is the output head too
+// Token embeddings: [vocabulary][width], or the tiles of a weight that is the output head too
 struct Embedding {
-    Format format;  // F32, F16 or BF16
-    const void *table;
-    bool tiled;
-    int64_t stride;  // inputs of a row, padding included
+    Format format;  // of the table: F32, F16 or BF16
+    const void *table;  // null: the tiles
+    Weight tiles;       // F32, F16, BF16, INT8 or INT4
+    const int64_t *gather;  // as Part has it
     float scale;
 };
 

@@ -60,3 +60,10 @@ def test_embedding_rows_come_back_from_a_packed_head(dtype: torch.dtype) -> None
     weight = torch.randn(37, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
     tokens = torch.tensor([0, 36, 15, 16, 36])
     assert torch.equal(embed(pack_dense(weight), tokens), weight[tokens].float())
+
+
+@pytest.mark.parametrize(("text", "columns"), [("int8-g32-sym", 96), ("int8-channel-sym", 576), ("int8-channel-asym", 130), ("int4-g12-asym", 48), ("int4-g64-sym", 64)])
+def test_rows_of_packed_integers_are_those_of_the_dequantized_weight(text: str, columns: int) -> None:
+    q = _quantized(text, 37, columns)
+    tokens = torch.tensor([0, 36, 15, 16, 16, 31])
+    assert torch.equal(embed(pack_quantized(q), tokens), numerics.dequantize(q)[tokens])

@@ -94,3 +94,29 @@ def test_a_smaller_cache_changes_logits_little(name: str, kind: str) -> None:
     exact, stored = (torch.cat(list(LLM(model(name), kv_cache=k).score([window]))) for k in ("fp32", kind))
     difference = (stored - exact).norm() / exact.norm()
     assert 0 < difference < {"fp16": 2e-3, "int8": 3e-2}[kind]
+
+
+@pytest.mark.parametrize("head", ["int8-g32-sym", "int8-channel-sym", "int8-g16-sym"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_head_and_an_embedding_that_share_integers_equal_transformers_on_them(name: str, head: str) -> None:
+    ours, theirs = quantized(name, lambda n: "int4-g32-sym", head=head)
+    llm = LLM(ours, max_step_tokens=13)
+    reference = LLM(ours)
+    reference.runner = Decoder(read(ours), num_blocks=reference.num_blocks, block_size=16)
+    window = prompts(1, 60, seed=6)[0] * 3
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([window])).logits[0, :-1]
+    for runs in (llm, reference):
+        assert (torch.cat(list(runs.score([window]))) - wanted).abs().max() < LOGITS
+    given = prompts(8, 40, seed=1)
+    assert [o.token_ids for o in llm.generate(given, SamplingParams(max_tokens=16))] == [greedy(theirs, p, 16) for p in given]
+
+
+@pytest.mark.parametrize("head", ["int8-g32-sym", "int4-g32-sym", "w8a8-int8"])
+def test_an_untied_head_of_integers_equals_transformers_on_them(head: str) -> None:
+    ours, theirs = quantized("llama-untied-rope3", lambda n: "int4-g32-sym", head=head)
+    window = prompts(1, 60, seed=6)[0] * 3
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([window])).logits[0, :-1]
+    difference = (torch.cat(list(LLM(ours).score([window]))) - wanted).abs().max()
+    assert difference < (0.05 * wanted.abs().max() if head == "w8a8-int8" else LOGITS)

@@ -2,8 +2,8 @@
 
     python benchmarks/gguf_k.py --model DIR --adapter DIR --text FILE --llama DIR --out OUT [--mixes q4_k_m,q5_k_m,q6_k] [--samples 48] [--positions 8192]
 
-DIR of --llama holds libllama.so and its libggml: a cmake build of llama.cpp, or the `lib` folder of an installed llama-cpp-python. Both files are made from one GGUF file in 16 bits,
-and both are scored by our runtime over the file's dequantized weights, so that the figures are the quantizers' and not those of 8-bit activations.
+DIR of --llama holds libllama.so and its libggml: a cmake build of llama.cpp, or the `lib` folder of an installed llama-cpp-python. Both files are made from one GGUF file
+in 16 bits, and both are scored by our runtime over the file's dequantized weights, so that the figures are the quantizers' and not those of 8-bit activations.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from qforge.text.calibration import calibration_set
 from qforge.text.documents import documents
 from qforge.text.windows import evaluation_windows
 
+_QUIET = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda level, text, data: None)
+
 
 class _Entry(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char_p), ("data", ctypes.POINTER(ctypes.c_float)), ("size", ctypes.c_size_t)]
@@ -53,6 +55,7 @@ def theirs(folder: Path, source: Path, target: Path, mix: str, matrix: dict[str,
     library = ctypes.CDLL(str(folder / "libllama.so"))
     library.llama_model_quantize_default_params.restype = _Params
     library.llama_model_quantize.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(_Params)]
+    library.llama_log_set(_QUIET, None)
     params = library.llama_model_quantize_default_params()
     entries = (_Entry * (len(matrix) + 1))()
     for entry, (name, values) in zip(entries, matrix.items(), strict=False):

@@ -56,6 +56,9 @@ def quantize(weight: torch.Tensor, importance: torch.Tensor | None, kind: str) -
     t = TYPES[kind]
     if not weight.isfinite().all():
         raise NumericalError("a weight is NaN or infinite")
+    peak = float(weight.abs().max())
+    if peak > _LARGEST * max(map(abs, t.codes)) * (1 if t.scales is None else max(map(abs, t.scales))):
+        raise NumericalError(f"a weight of {peak:.3g} needs a larger scale than fp16 holds, which ends at {_LARGEST:.0f}")
     h = torch.ones(weight.shape[1]) if importance is None else importance.float()
     mean = h.mean()
     h = torch.ones_like(h) if not mean > 0 else (h / mean).clamp(min=_LEAST)
@@ -66,7 +69,7 @@ def quantize(weight: torch.Tensor, importance: torch.Tensor | None, kind: str) -
 
 def _chunk(weight: torch.Tensor, h: torch.Tensor, t: BlockType) -> tuple[torch.Tensor | None, ...]:
     """The fields of the blocks of some rows, in the order of `Superblocks`."""
-    x = weight.view(-1, t.group).T.contiguous()  # [G, M]: sums over a group run along whole vectors
+    x = weight.reshape(-1, t.group).T.contiguous()  # [G, M]: sums over a group run along whole vectors
     w = h.expand_as(weight).reshape(-1, t.group).T.contiguous()
     fit = _offset_fit(x, w, t) if t.minimum else _symmetric_fit(x, w, t)
     if t.scales is None:

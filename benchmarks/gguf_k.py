@@ -33,6 +33,7 @@ from qforge.text.calibration import calibration_set
 from qforge.text.documents import documents
 from qforge.text.windows import evaluation_windows
 
+_INTEGER, _STRING = 0, 3
 _QUIET = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda level, text, data: None)
 
 
@@ -40,12 +41,21 @@ class _Entry(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char_p), ("data", ctypes.POINTER(ctypes.c_float)), ("size", ctypes.c_size_t)]
 
 
+class _Value(ctypes.Union):
+    _fields_ = [("number", ctypes.c_int64), ("text", ctypes.c_char * 128)]
+
+
+class _Override(ctypes.Structure):
+    _fields_ = [("tag", ctypes.c_int), ("key", ctypes.c_char * 128), ("value", _Value)]
+
+
 class _Params(ctypes.Structure):
     _fields_ = [
         *((n, ctypes.c_int) for n in ("nthread", "ftype", "output_tensor_type", "token_embedding_type")),
         *((n, ctypes.c_bool) for n in ("allow_requantize", "quantize_output_tensor", "only_copy", "pure", "keep_split", "dry_run")),
         ("imatrix", ctypes.POINTER(_Entry)),
-        *((n, ctypes.c_void_p) for n in ("kv_overrides", "tt_overrides", "prune_layers")),
+        ("kv_overrides", ctypes.POINTER(_Override)),
+        *((n, ctypes.c_void_p) for n in ("tt_overrides", "prune_layers")),
         ("max_buf_size", ctypes.c_size_t),
     ]
 
@@ -60,8 +70,20 @@ def theirs(folder: Path, source: Path, target: Path, mix: str, matrix: dict[str,
     entries = (_Entry * (len(matrix) + 1))()
     for entry, (name, values) in zip(entries, matrix.items(), strict=False):
         entry.name, entry.data, entry.size = name.encode(), values.ctypes.data_as(ctypes.POINTER(ctypes.c_float)), values.size
-    params.nthread, params.ftype, params.imatrix = threads, int(MIXES[mix].file_type), entries
+    params.nthread, params.ftype, params.imatrix, params.kv_overrides = threads, int(MIXES[mix].file_type), entries, told(len(matrix))
     assert library.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params)) == 0
+
+
+def told(entries: int) -> ctypes.Array[_Override]:
+    """What llama-quantize says of an importance matrix in the file, as long as what we say."""
+    made = (_Override * 5)()  # the last one's key is empty: the end
+    for override, (name, value) in zip(made, {"file": FILE, "dataset": "builtin", "entries_count": entries, "chunks_count": entries}.items(), strict=False):
+        override.key = f"quantize.imatrix.{name}".encode()
+        if isinstance(value, str):
+            override.tag, override.value.text = _STRING, value.encode()
+        else:
+            override.tag, override.value.number = _INTEGER, value
+    return made
 
 
 def read_imatrix(path: Path) -> dict[str, np.ndarray]:

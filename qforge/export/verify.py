@@ -13,13 +13,14 @@ import torch
 from qforge import numerics
 from qforge.engines import llama_cpp
 from qforge.engines.base import Scorer
+from qforge.engines.runtime_engine import RuntimeEngine
 from qforge.errors import MissingCapabilityError
 from qforge.export import verify_checkpoint
 from qforge.export.agreement import agreement, next_token_logprobs
 from qforge.export.gguf_types import MIXES
 from qforge.export.hf import HEAD
 from qforge.export.imatrix import FILE as IMATRIX
-from qforge.models.model import Model
+from qforge.models.model import Model, open_model
 from qforge.models.names import gguf_names, gguf_norm_offset, gguf_permutes, permuted_heads, unpermute_rows
 from qforge.types import Verification
 
@@ -48,8 +49,13 @@ def verify(format_name: str, paths: Sequence[Path], model: Model, scorer: Scorer
         done, left_out = verify_onnx(next(p for p in paths if p.suffix == ".onnx").parent, model, scorer, prompts)
         return done, [*left_out, *(["TensorRT built the engine from this ONNX file; the engine itself was not executed"] if format_name == "tensorrt" else [])]
     path = next(p for p in paths if p.suffix == ".gguf" and p.name != IMATRIX)
-    mix = path.stem.removeprefix("model-")
-    done = [requantized_weights(path, model, mix) if mix in MIXES else verify_gguf_weights(path, model)]
+    if path.stem.removeprefix("model-") in MIXES:
+        held = open_model(str(path), dtype="float32")
+        engine = RuntimeEngine(held)
+        done = [requantized_weights(path, model, scorer, engine, prompts)]
+        model, scorer = held, engine  # llama.cpp is to compute what the file holds
+    else:
+        done = [verify_gguf_weights(path, model)]
     try:
         done.append(verify_in_llama_cpp(path, model, scorer, prompts))
     except MissingCapabilityError as e:
@@ -71,8 +77,8 @@ def verify_gguf_weights(path: Path, model: Model) -> Verification:
     return Verification("gguf package", version("gguf"), weights_equal=not unequal and not extra, note=note)
 
 
-def requantized_weights(path: Path, model: Model, mix: str) -> Verification:
-    """What quantizing anew did: the matrices of the file as the gguf package dequantizes them, against the model's."""
+def requantized_weights(path: Path, model: Model, scorer: Scorer, engine: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:
+    """What quantizing anew did: the matrices of the file as the gguf package dequantizes them against the model's, and our runtime over the file (`engine`) against the scorer."""
     tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
     names = gguf_names(model.config.model_type, model.config.num_hidden_layers)
     wrong = right = 0.0
@@ -82,7 +88,10 @@ def requantized_weights(path: Path, model: Model, mix: str) -> Verification:
             kinds.add(tensors[names[name]].tensor_type.name)
             wrong += float((_dequantized(tensors[names[name]], name, model) - expected).square().sum())
             right += float(expected.square().sum())
-    note = f"requantized to {mix} ({', '.join(sorted(kinds))}), not the model's own integers: weights are off by {(wrong / max(right, 1e-30)) ** 0.5:.2%}"
+    kl, same_first, _ = agreement(next_token_logprobs(scorer, prompts), next_token_logprobs(engine, prompts))
+    mix = f"{path.stem.removeprefix('model-')} ({', '.join(sorted(kinds))})"
+    moved = f"a KL divergence of {kl:.3g} in our runtime, the same first token at {same_first:.1%} of {len(prompts)} positions"
+    note = f"requantized to {mix}, not the model's own integers: weights off by {(wrong / max(right, 1e-30)) ** 0.5:.2%}, {moved}"
     return Verification("gguf package", version("gguf"), note=note)
 
 
@@ -113,6 +122,6 @@ def verify_in_llama_cpp(path: Path, model: Model, scorer: Scorer, prompts: Seque
     theirs, engine_version = llama_cpp.next_token_logprobs(path, prompts, model.config.vocab_size)
     kl, same_first, largest = agreement(next_token_logprobs(scorer, prompts), theirs)
     note = f"against {scorer.name}; fp32 cache, no flash attention; largest difference of a log-probability {largest:.2g}"
-    if (model.schemes or path.stem.removeprefix("model-") in MIXES) and "f32" not in path.stem:
+    if model.schemes and "f32" not in path.stem:
         note += "; llama.cpp's quantized kernels round activations to 8 bits"
     return Verification(llama_cpp.NAME, engine_version, kl_mean=kl, top1_agreement=same_first, positions=len(prompts), note=note, executed=True)

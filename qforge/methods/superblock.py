@@ -21,6 +21,8 @@ from qforge.superblocks import TYPES, BlockType, Superblocks
 
 _CHUNK = 1 << 16  # weights worked on at once: their temporaries stay within the second-level cache
 _SWEEPS = 2  # of the descent over a block
+_REACH = [i / 6 for i in range(-15, 16)]  # how far beyond the last code the largest weight is put, in steps (in twelfths of the range where that is more)
+_TOPS, _BOTTOMS = [i / 4 for i in range(-4, 7)], (-0.4, 0.0, 0.4, 0.8, 1.2)  # the same with minima, for the highest weight and the lowest
 _LARGEST = 65504.0  # of fp16
 _LEAST = 1e-6  # importance of an input that calibration never saw, as a share of the mean: its weights still choose the nearest code
 
@@ -127,10 +129,7 @@ def _measured_fit(x: torch.Tensor, w: torch.Tensor, fit: _Fit, t: BlockType) -> 
 def _ends(t: BlockType) -> list[float]:
     """Where the largest weight of a group is put, in steps: beyond the last code it is clipped."""
     low, high = t.codes
-    if high > 100:
-        return [low, low + 0.3, high, high + 0.3, high + 0.45]
-    reach = (-0.9, -0.6, -0.3, 0.0, 0.25, 0.5, 0.75, 1.0, 1.3) if high < 20 else (-0.6, -0.3, 0.0, 0.3, 0.6)
-    return [sign * (end + more * max(1.0, end / 12)) for sign, end in ((-1, -low), (1, high)) for more in reach]
+    return [sign * (end + more * max(1.0, end / 12)) for sign, end in ((-1, -low), (1, high)) for more in _REACH]
 
 
 def _least_squares(x: torch.Tensor, w: torch.Tensor, wx: torch.Tensor, squares: torch.Tensor, inverse: torch.Tensor, t: BlockType) -> _Fit:
@@ -153,7 +152,7 @@ def _offset_fit(x: torch.Tensor, w: torch.Tensor, t: BlockType) -> _Fit:
     span = high - low
     best = _Fit(torch.zeros_like(span), torch.zeros_like(span), sums[2].clone())
     top = t.codes[1]
-    for more, less in itertools.product(_clips(t), (0.0, 0.5) if top > 3 else (-0.2, 0.0, 0.3, 0.6)):
+    for more, less in itertools.product(_TOPS, _BOTTOMS):
         inverse = torch.where(span == 0, 0.0, (top + more + less) / span)
         best.keep(_two_least_squares(x, w, wx, sums, inverse, low * inverse + less, t, free))
     best.error = _error(x, w, best.scale, best.low, t)
@@ -161,10 +160,6 @@ def _offset_fit(x: torch.Tensor, w: torch.Tensor, t: BlockType) -> _Fit:
         inverse = torch.where(best.scale == 0, 0.0, 1 / best.scale)
         best.keep(_measured_fit(x, w, _two_least_squares(x, w, wx, sums, inverse, best.low * inverse, t, free), t))
     return best
-
-
-def _clips(t: BlockType) -> tuple[float, ...]:
-    return (-1.0, -0.5, -0.25, 0.0, 0.2, 0.4, 0.6, 0.9) if t.codes[1] > 3 else (-0.3, -0.1, 0.0, 0.2, 0.4, 0.7)
 
 
 def _two_least_squares(

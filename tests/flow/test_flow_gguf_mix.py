@@ -76,7 +76,9 @@ def test_the_importance_matrix_is_what_transformers_feeds_its_linears(run):
     for name, expected in sums.items():
         tensor = "token_embd.weight" if name == "lm_head" else names[f"{name}.weight"]
         assert file[f"{tensor}.counts"].item() == ids.numel()
-        assert np.allclose(file[f"{tensor}.in_sum2"].ravel(), expected.numpy(), rtol=0.02), name  # products of blocks may be in bf16
+        found = file[f"{tensor}.in_sum2"].ravel()
+        assert np.linalg.norm(found - expected.numpy()) < 0.02 * np.linalg.norm(expected.numpy()), name  # products of blocks may be in bf16
+        assert np.allclose(found, expected.numpy(), rtol=0.1), name
 
 
 def chosen_windows(folder: Path) -> torch.Tensor:

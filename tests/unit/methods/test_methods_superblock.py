@@ -16,7 +16,7 @@ def weighted_error(weight, importance, kind):
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_0"])
-def test_groups_with_one_scale_are_within_a_hundredth_of_a_dense_search(kind):
+def test_groups_with_one_scale_are_as_good_as_a_dense_search(kind):
     g = torch.Generator().manual_seed(0)
     weight, importance = torch.randn(40, 32, generator=g), torch.randn(32, generator=g).exp()
     low, high = TYPES[kind].codes
@@ -28,7 +28,7 @@ def test_groups_with_one_scale_are_within_a_hundredth_of_a_dense_search(kind):
             codes = (x / scale).round().clamp(low, high)
             scale = ((x * codes * h).sum(1) / (codes.square() * h).sum(1))[:, None]
             best = best.minimum(((x - scale * codes).square() * h).sum(1))
-    assert weighted_error(weight, importance, kind) < 1.01 * best.sum()
+    assert weighted_error(weight, importance, kind) < 1.005 * best.sum()
 
 
 @pytest.mark.parametrize("kind", [k for k, t in TYPES.items() if t.scales is not None])

@@ -128,7 +128,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
                 break
             choice = second
         with meter.stage("export"):
-            made = exports.make(recipe, artifact, written["sha256"], skipped, evaluation, out, journal, progress)
+            made = exports.make(recipe, artifact, written["sha256"], skipped, evaluation, texts, out, journal, progress)
         with meter.stage("verify"):
             engine = "auto" if recipe.evaluate is None else recipe.evaluate.engine
             made = exports.verify_all(made, artifact, written["sha256"], engine, texts.evaluation, out, journal, progress)

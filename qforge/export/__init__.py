@@ -9,6 +9,8 @@ from qforge.errors import UnsupportedError
 from qforge.export.artifact import ArtifactExporter
 from qforge.export.awq import AwqExporter
 from qforge.export.gguf import GgufExporter
+from qforge.export.gguf_mix import GgufMixExporter
+from qforge.export.gguf_types import MIXES
 from qforge.export.gptq import GptqExporter
 from qforge.export.onnx import OnnxExporter
 from qforge.export.tensorrt import TensorrtExporter
@@ -46,7 +48,7 @@ def exporter(format_name: str, type_name: str | None = None) -> Exporter:
         UnsupportedError: a format, or a type of one, that is not available.
     """
     if format_name == "gguf":
-        return GgufExporter(type_name or "auto")
+        return GgufMixExporter(type_name) if type_name in MIXES else GgufExporter(type_name or "auto")
     if format_name in _PLAIN:
         if type_name is not None:
             raise UnsupportedError(f"export {format_name} takes no type ('{type_name}' was given); leave it out")

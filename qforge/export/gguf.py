@@ -15,6 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileTy
 from qforge import numerics
 from qforge.errors import UnsupportedError
 from qforge.export.gguf_metadata import add_metadata, metadata_problem, rope_factors
+from qforge.export.gguf_types import MIXES
 from qforge.export.gguf_vocabulary import add_vocabulary, vocabulary_problem
 from qforge.export.hf import weight_shape
 from qforge.files import atomic
@@ -70,11 +71,12 @@ class GgufExporter:
     def check(self, model: Model) -> str | None:
         """Why the model cannot be written; None if it can."""
         if self.type not in TYPES:
-            return f"GGUF type '{self.type}' is not available; use one of {', '.join(TYPES)}"
+            return f"GGUF type '{self.type}' is not available; use one of {', '.join((*TYPES, *MIXES))}"
         if model.spec is None or model.config.model_type not in GGUF_ARCHITECTURES:
             return f"a '{model.config.model_type}' model with these settings has no GGUF form here; the families {', '.join(GGUF_ARCHITECTURES)} have"
         if not model.schemes and self.type not in ("auto", *_FLOATS):
-            return f"the model is not quantized, and type {self.type} holds quantized weights; use auto, {', '.join(_FLOATS)}, or quantize it first"
+            others = ", ".join(("auto", *_FLOATS))
+            return f"the model is not quantized, and type {self.type} holds quantized weights; use {others}, a mix that quantizes ({', '.join(MIXES)}), or quantize it first"
         for name, scheme in model.schemes.items():
             reason = self._scheme_problem(scheme, *weight_shape(model, name))
             if reason:
@@ -107,18 +109,10 @@ class GgufExporter:
         reason = self.check(model)
         if reason:
             raise UnsupportedError(f"GGUF: {reason}")
-        assert model.spec is not None
         tensors = list(self.tensors(model))
         label = self._label(tensors)
         path = folder / f"model-{label.lower()}.gguf"
-        with atomic(path) as temporary, contextlib.closing(GGUFWriter(temporary, GGUF_ARCHITECTURES[model.config.model_type])) as writer:
-            writer.add_type("model")
-            writer.add_file_type(int(_FILE_TYPES[label]))
-            writer.add_quantization_version(2)
-            add_metadata(writer, model.spec)
-            add_vocabulary(writer, model.tokenizer(), model.config.vocab_size)
-            self._add_schemes(writer, model)
-            _write_tensors(writer, tensors)
+        write_file(path, model, tensors, int(_FILE_TYPES[label]), lambda writer: self._add_schemes(writer, model))
         return [path]
 
     def _add_schemes(self, writer: GGUFWriter, model: Model) -> None:
@@ -180,6 +174,30 @@ def stored_tensors(model: Model) -> Iterator[tuple[str, str | None]]:
             continue
         quantized = HEAD if module == table else module
         yield name, quantized if name.endswith(".weight") and quantized in model.schemes else None
+
+
+def write_file(path: Path, model: Model, tensors: list[Tensor], file_type: int, add_more: Callable[[GGUFWriter], None]) -> None:
+    """Write a whole file, or nothing.
+
+    Args:
+        path: of the file.
+        model: gives metadata and vocabulary.
+        tensors: in their order.
+        file_type: llama.cpp's number for it.
+        add_more: adds further metadata.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    assert model.spec is not None
+    with atomic(path) as temporary, contextlib.closing(GGUFWriter(temporary, GGUF_ARCHITECTURES[model.config.model_type])) as writer:
+        writer.add_type("model")
+        writer.add_file_type(file_type)
+        writer.add_quantization_version(2)
+        add_metadata(writer, model.spec)
+        add_vocabulary(writer, model.tokenizer(), model.config.vocab_size)
+        add_more(writer)
+        _write_tensors(writer, tensors)
 
 
 def _write_tensors(writer: GGUFWriter, tensors: list[Tensor]) -> None:

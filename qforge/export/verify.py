@@ -15,10 +15,13 @@ import torch
 from qforge import numerics
 from qforge.engines import llama_cpp
 from qforge.engines.base import Scorer
+from qforge.engines.runtime_engine import RuntimeEngine
 from qforge.errors import MissingCapabilityError
 from qforge.export import verify_checkpoint
 from qforge.export.agreement import agreement, next_token_logprobs
-from qforge.models.model import Model
+from qforge.export.gguf_types import MIXES
+from qforge.export.imatrix import FILE as IMATRIX
+from qforge.models.model import Model, open_model
 from qforge.models.names import gguf_names, gguf_norm_offset, gguf_permutes, permuted_heads, unpermute_rows
 from qforge.models.tying import HEAD, shared_table
 from qforge.types import Verification
@@ -47,8 +50,14 @@ def verify(format_name: str, paths: Sequence[Path], model: Model, scorer: Scorer
 
         done, left_out = verify_onnx(next(p for p in paths if p.suffix == ".onnx").parent, model, scorer, prompts)
         return done, [*left_out, *(["TensorRT built the engine from this ONNX file; the engine itself was not executed"] if format_name == "tensorrt" else [])]
-    path = next(p for p in paths if p.suffix == ".gguf")
-    done = [verify_gguf_weights(path, model)]
+    path = next(p for p in paths if p.suffix == ".gguf" and p.name != IMATRIX)
+    if path.stem.removeprefix("model-") in MIXES:
+        held = open_model(str(path), dtype="float32")
+        engine = RuntimeEngine(held)
+        done = [requantized_weights(path, model, scorer, engine, prompts)]
+        model, scorer = held, engine  # llama.cpp is to compute what the file holds
+    else:
+        done = [verify_gguf_weights(path, model)]
     try:
         ran = verify_in_llama_cpp(path, model, scorer, prompts)
         done.append(replace(ran, weights_equal=ran.weights_equal and done[0].weights_equal))
@@ -69,6 +78,24 @@ def verify_gguf_weights(path: Path, model: Model) -> Verification:
     extra = sorted(set(tensors) - {"rope_freqs.weight"})
     note = f"unequal: {', '.join(unequal[:3])} and {max(0, len(unequal) - 3)} more" if unequal else f"not in the model: {', '.join(extra)}" if extra else None
     return Verification("gguf package", version("gguf"), weights_equal=not unequal and not extra, note=note)
+
+
+def requantized_weights(path: Path, model: Model, scorer: Scorer, engine: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:
+    """What quantizing anew did: the matrices of the file as the gguf package dequantizes them against the model's, and our runtime over the file (`engine`) against the scorer."""
+    tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    names = gguf_names(model.config.model_type, model.config.num_hidden_layers)
+    wrong = right = 0.0
+    kinds: set[str] = set()
+    for name, expected in _expected(model):
+        if expected.dim() == 2:
+            kinds.add(tensors[names[name]].tensor_type.name)
+            wrong += float((_dequantized(tensors[names[name]], name, model) - expected).square().sum())
+            right += float(expected.square().sum())
+    kl, same_first, _ = agreement(next_token_logprobs(scorer, prompts), next_token_logprobs(engine, prompts))
+    mix = f"{path.stem.removeprefix('model-')} ({', '.join(sorted(kinds))})"
+    moved = f"a KL divergence of {kl:.3g} in our runtime, the same first token at {same_first:.1%} of {len(prompts)} positions"
+    note = f"requantized to {mix}, not the model's own integers: weights off by {(wrong / max(right, 1e-30)) ** 0.5:.2%}, {moved}"
+    return Verification("gguf package", version("gguf"), note=note)
 
 
 def _expected(model: Model) -> Iterator[tuple[str, torch.Tensor]]:

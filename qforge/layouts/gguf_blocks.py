@@ -77,16 +77,8 @@ class GgufBlocks:
         zeros = 0 if q.zeros is None else _per_input(q.zeros, q).to(torch.int16)
         values = (q.codes.to(torch.int16) - zeros).view(q.out_features, -1, BLOCK)
         d = _per_input(scales, q)[:, ::BLOCK].clone(memory_format=torch.contiguous_format).view(torch.uint8).view(q.out_features, -1, 2)
-        tensors = {"weight": torch.cat((d, self._encode(values)), -1).flatten(1)}
+        tensors = {"weight": torch.cat((d, encode(self.type, values)), -1).flatten(1)}
         return tensors if q.zeros is None else tensors | {"zeros_above": q.codes.reshape(*q.zeros.shape, -1).amin(-1).minimum(q.zeros)}
-
-    def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        if self.type == "Q8_0":
-            return values.to(torch.int8).view(torch.uint8)
-        unsigned = (values + (1 << (BITS[self.type] - 1))).to(torch.uint8)
-        if self.type == "Q4_0":
-            return pack_halves(unsigned)
-        return torch.cat((pack_flags(unsigned >> 4), pack_halves(unsigned & 0xF)), -1)
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantizedLinear:
         """The linear that the blocks describe; without `zeros_above` each zero point is the smallest that fits the codes of its group.
@@ -98,7 +90,7 @@ class GgufBlocks:
         if data.dim() != 2 or data.shape[1] % _BYTES[self.type]:
             raise ModelError(f"{self.name} data of shape {list(data.shape)} is not made of whole blocks of {_BYTES[self.type]} bytes")
         blocks = data.reshape(data.shape[0], -1, _BYTES[self.type])
-        values = self._decode(blocks[..., 2:].contiguous()).flatten(1)
+        values = decode(self.type, blocks[..., 2:].contiguous()).flatten(1)
         d = expect_finite(blocks[..., :2].contiguous().view(torch.float16).squeeze(-1), "d", self.name)
         rows, columns = scheme.scale_shape(*values.shape)
         per_scale = d.reshape(rows, columns, -1) if d.numel() % (rows * columns) == 0 else expect_shape(d, (rows, columns), "d", self.name)[..., None]
@@ -115,12 +107,30 @@ class GgufBlocks:
             raise ModelError(f"these {self.name} blocks hold values that {scheme} cannot")
         return QuantizedLinear(scheme, grouped.reshape(values.shape).to(code_dtype(scheme)), per_scale[..., 0].contiguous(), zeros)
 
-    def _decode(self, data: torch.Tensor) -> torch.Tensor:
-        if self.type == "Q8_0":
-            return data.view(torch.int8).to(torch.int16)
-        if self.type == "Q4_0":
-            return unpack_halves(data).to(torch.int16) - 8
-        return (unpack_halves(data[..., 4:]) | (unpack_flags(data[..., :4]) << 4)).to(torch.int16) - 16
+
+def encode(kind: str, values: torch.Tensor) -> torch.Tensor:
+    """The bytes of a block's 32 signed integers, int16 `[..., 32]`, without its scale."""
+    if kind == "Q8_0":
+        return values.to(torch.int8).view(torch.uint8)
+    unsigned = (values + (1 << (BITS[kind] - 1))).to(torch.uint8)
+    return pack_halves(unsigned) if kind == "Q4_0" else pack_fives(unsigned)
+
+
+def decode(kind: str, data: torch.Tensor) -> torch.Tensor:
+    """The inverse of `encode`."""
+    if kind == "Q8_0":
+        return data.view(torch.int8).to(torch.int16)
+    return (unpack_halves(data).to(torch.int16) - 8) if kind == "Q4_0" else unpack_fives(data).to(torch.int16) - 16
+
+
+def pack_fives(values: torch.Tensor) -> torch.Tensor:
+    """32 values below 32 as Q5_0 and Q5_1 hold them: their high bits, then their nibbles."""
+    return torch.cat((pack_flags(values >> 4), pack_halves(values & 0xF)), -1)
+
+
+def unpack_fives(data: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack_fives`."""
+    return unpack_halves(data[..., 4:]) | (unpack_flags(data[..., :4]) << 4)
 
 
 def lossless_type(scheme: Scheme) -> str | None:

@@ -124,7 +124,7 @@ class AdapterSection(_Section):
 
 
 class CalibrationSection(_Section):
-    """The text that calibrated methods see. It never overlaps the evaluation text."""
+    """The text that calibrated methods, and exports that quantize anew, see. It never overlaps the evaluation text."""
 
     source: Text = Field("builtin", description="builtin, generated (the model writes its own), a .txt or .jsonl file, or a hub data set.")
     samples: int = Field(128, ge=1, description="Number of sequences.")
@@ -210,7 +210,7 @@ class ExportSection(_Section):
     """One more format of the same quantized model."""
 
     format: Literal[FORMATS] = Field(description="Format to write.")  # type: ignore[valid-type]
-    type: Text | None = Field(None, description="The format's own type, for example q4_0 for gguf; null lets the scheme decide.")
+    type: Text | None = Field(None, description="The format's own type, for gguf q4_0 (integers unchanged) or q4_k_m (quantized anew); null lets the scheme decide.")
     optional: bool = Field(False, description="Go on without this export where the machine lacks what it needs.")
 
 

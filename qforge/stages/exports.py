@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from qforge.errors import MissingCapabilityError, OutputError, UnsupportedError
 from qforge.export import exporter
 from qforge.export.agreement import seeded_prompts
 from qforge.export.card import write_card
+from qforge.export.gguf_mix import GgufMixExporter
 from qforge.export.hf import PROVENANCE
+from qforge.export.imatrix import Imatrix
 from qforge.export.verify import verify
 from qforge.export.verify_checkpoint import FORMATS as CHECKPOINTS
 from qforge.files import LOCK, readable_errors, sha256_tree, size_of
@@ -24,8 +27,12 @@ from qforge.models.config import read_json
 from qforge.models.model import Model
 from qforge.progress import Progress
 from qforge.recipe import Recipe
+from qforge.recipe.model import CalibrationSection
+from qforge.stages import importance
 from qforge.stages.evidence import engine_for
 from qforge.stages.journal import Journal, key
+from qforge.stages.texts import Texts
+from qforge.text.calibration import calibration_set
 from qforge.text.documents import documents
 from qforge.text.windows import EvaluationWindows, evaluation_windows
 from qforge.types import Evaluation, ExportResult, Verification
@@ -62,7 +69,7 @@ def check(recipe: Recipe, planned: Model) -> dict[int, str]:
 
 
 def make(
-    recipe: Recipe, artifact: Model, artifact_sha256: str, skipped: Mapping[int, str], evaluation: Evaluation | None, out: Path, journal: Journal, progress: Progress
+    recipe: Recipe, artifact: Model, artifact_sha256: str, skipped: Mapping[int, str], evaluation: Evaluation | None, texts: Texts, out: Path, journal: Journal, progress: Progress
 ) -> list[ExportResult]:
     """Write every export of the recipe; one that is there, whole and unchanged, stays.
 
@@ -72,6 +79,7 @@ def make(
         artifact_sha256: of its folder.
         skipped: from `check`.
         evaluation: of the artifact, for model cards.
+        texts: of the run; exports that quantize anew weigh inputs by the calibration text.
         out: the run's folder; exports go to `exports/<format>` (`exports/<format>-<type>` where a format is asked for twice).
         journal: keeps hashes.
         progress: is told.
@@ -85,10 +93,13 @@ def make(
         twice = formats.count(section.format) > 1
         relative = f"exports/{section.format}" + (f"-{section.type or 'auto'}" if twice else "")
         measured = evaluation if section.format in CHECKPOINTS else None
-        name = key("export", artifact=artifact_sha256, format=section.format, type=section.type, path=relative, evaluation=None if measured is None else asdict(measured))
+        weighed = texts.calibration if importance.weighs(section.format, section.type) else None
+        given = {"evaluation": None if measured is None else asdict(measured), "calibration": None if weighed is None else weighed.sha256}
+        name = key("export", artifact=artifact_sha256, format=section.format, type=section.type, path=relative, **given)
         found = journal.load(name)
         if found is None or not (out / relative).is_dir() or sha256_tree(out / relative) != found[1]["sha256"]:
-            found = ({}, _write(artifact, section.format, section.type, out / relative, measured))
+            matrix = None if weighed is None else importance.measured(artifact, artifact_sha256, weighed, recipe.calibration.source, journal, progress)
+            found = ({}, _write(artifact, section.format, section.type, out / relative, measured, matrix))
             journal.save(name, {"done": torch.ones(1)}, found[1])
         results.append(ExportResult(section.format, relative, **found[1]))
     wanted = {out / r.path for r in results if r.path is not None}
@@ -98,11 +109,12 @@ def make(
     return results
 
 
-def _write(artifact: Model, format_name: str, type_name: str | None, folder: Path, evaluation: Evaluation | None = None) -> dict[str, Any]:
+def _write(artifact: Model, format_name: str, type_name: str | None, folder: Path, evaluation: Evaluation | None, matrix: Imatrix | None) -> dict[str, Any]:
     with readable_errors(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-    exporter(format_name, type_name).write(artifact, folder)
+    chosen = exporter(format_name, type_name)
+    (replace(chosen, imatrix=matrix) if isinstance(chosen, GgufMixExporter) else chosen).write(artifact, folder)
     if format_name in CHECKPOINTS:
         own = artifact.assets / PROVENANCE
         write_card(folder, format_name, read_json(own) if own.exists() else {"qforge_version": __version__, "model": {"source": Path(artifact.source).name}}, evaluation)
@@ -179,9 +191,20 @@ def export_one(artifact: Model, source: Path, format_name: str, type_name: str |
     if folder.resolve() == artifact.assets.resolve() or folder.resolve() in artifact.assets.resolve().parents:
         raise OutputError(f"{folder} holds the model that is exported; choose another --out")
     progress.note(f"writing {folder}")
-    result = ExportResult(format_name, str(folder), **_write(artifact, format_name, type_name, folder))
+    matrix = _builtin_importance(artifact, progress) if importance.weighs(format_name, type_name) else None
+    result = ExportResult(format_name, str(folder), **_write(artifact, format_name, type_name, folder, None, matrix))
     value = _verified(result, folder, artifact, "auto", seeded_prompts(_builtin_windows(artifact).ids, POSITIONS))
     return replace(result, lossless=value["lossless"], verified_by=[Verification(**v) for v in value["verified_by"]], skipped_because=value["skipped_because"])
+
+
+def _builtin_importance(model: Model, progress: Progress) -> Imatrix:
+    """From the calibration text that a recipe takes if it says nothing."""
+    section, tokenizer = CalibrationSection(), model.tokenizer()
+    read = documents(section.source, role="calibration", folder=Path(), tokenizer=tokenizer)
+    context = getattr(model.config, "max_position_embeddings", None)
+    chosen = calibration_set(read, tokenizer, samples=section.samples, sequence_length=section.sequence_length, seed=section.seed, context=context)
+    with tempfile.TemporaryDirectory() as folder:
+        return importance.measured(model, model.fingerprint(), chosen, section.source, Journal(Path(folder)), progress)
 
 
 def _builtin_windows(model: Model) -> EvaluationWindows:

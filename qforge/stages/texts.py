@@ -13,6 +13,7 @@ from qforge.plan import Plan
 from qforge.recipe import Recipe
 from qforge.runtime import LLM, SamplingParams
 from qforge.runtime.decoder import supports
+from qforge.stages import importance
 from qforge.stages.journal import Journal, key
 from qforge.text.calibration import CalibrationSet, calibration_set, generated
 from qforge.text.documents import Documents, documents, from_texts
@@ -58,7 +59,7 @@ def gather_texts(recipe: Recipe, model: Model, plan: Plan, journal: Journal | No
         evaluation = evaluation_windows(read, tokenizer, recipe.evaluate.window, context=context)
         notes += evaluation.notes
     section = recipe.calibration
-    calibrated = bool(plan.needs)
+    calibrated = bool(plan.needs) or importance.wanted(recipe)
     reason = supports(model.spec) if calibrated and section.source == "generated" else None
     if reason is not None:
         raise UnsupportedError(f"calibration.source: generated needs the built-in runtime, which cannot run this model: {reason}; name a text file, or builtin")

@@ -23,7 +23,7 @@ from qforge.scheme import parse
 
 def dequantized_by_c(kind: str, data: np.ndarray, shape: tuple[int, ...]) -> torch.Tensor:
     library = ctypes.CDLL(str(next(Path(xllamacpp.__file__).parent.glob("xllamacpp*.so"))))
-    function = library[f"dequantize_row_{kind.lower()}"]
+    function = library["dequantize_row_" + kind.replace("Q", "q", 1)]
     function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
     source, out = np.ascontiguousarray(data), np.full(shape, np.nan, dtype=np.float32)
     function(source.ctypes.data, out.ctypes.data, out.size)

@@ -33,8 +33,9 @@ class TransformersEngine:
 
     def score(self, windows: list[list[int]]) -> Iterator[torch.Tensor]:
         """See `Scorer.score`."""
+        kept = self._states(windows)
         with self._blocks.head() as logits:
-            for states in self._states(windows):
+            for states in kept:
                 for start, stop in chunks(states.shape[0]):
                     yield logits(states[start:stop])
 

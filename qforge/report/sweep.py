@@ -101,7 +101,7 @@ def pareto(data: Data) -> Pareto | None:
     points = [(*at(v), bool(v["front"]), str(n), f"{v['name']}: {size(v['size_bytes'])}, KL {number(v['kl_mean'])}") for n, v in known]
     steps: list[tuple[float, float]] = []
     for px, py in (at(v) for v in _by_size([v for _, v in known]) if v["front"]):
-        steps += [(px, steps[-1][1])] * bool(steps) + [(px, py)]
+        steps += [(px, steps[-1][1]), (px, py)] if steps else [(px, py)]
     line = " ".join(f"{px:.1f},{py:.1f}" for px, py in steps)
     across = [Tick(x(v), size(v)) for v in _marks([v["size_bytes"] for _, v in known])]
     up = [Tick(HEIGHT - y(v), f"{v:.2g}") for v in _marks([max(v["kl_mean"], 1e-9) for _, v in known])]

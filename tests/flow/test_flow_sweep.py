@@ -30,7 +30,7 @@ NAMES = ["rtn-int4-g32-sym", "rtn-int8-g32-sym", "gptq-int4-g32-sym", "gptq-int8
 
 def prepared(folder: Path, **changes: object) -> Path:
     tiny.make(folder / "model")
-    return write_recipe(folder, export=[], sweep=SWEEP, **changes)
+    return write_recipe(folder, **{"export": [], "sweep": SWEEP, **changes})
 
 
 def measured(folder: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from qforge.plan import Plan, make_plan
 from qforge.progress import SILENT, Progress
 from qforge.recipe import Recipe, load_recipe
 from qforge.stages import artifact as artifacts
-from qforge.stages import auto, evidence, exports, outcome
+from qforge.stages import auto, evidence, exports, outcome, tasks
 from qforge.stages.auto import Choice
 from qforge.stages.candidates import DEFAULT, Candidates, candidates
 from qforge.stages.estimates import Estimate, activation_budget, estimate
@@ -132,6 +132,9 @@ def quantize(
             if second is None:
                 break
             choice = second
+        if recipe.evaluate is not None and evaluation is not None and recipe.evaluate.tasks:
+            with meter.stage("tasks"):
+                evaluation = tasks.scored(recipe, merged, artifact, evaluation, journal, progress)
         with meter.stage("export"):
             made = exports.make(recipe, artifact, written["sha256"], skipped, evaluation, out, journal, progress)
         with meter.stage("verify"):

@@ -1,4 +1,4 @@
-"""One of our engines as lm-eval's model: log-likelihoods of continuations, tokenized as lm-eval's own transformers model does it. Needs lm-eval; `tasks.py` imports this where it is used.
+"""One of our engines as lm-eval's model: log-likelihoods of continuations, tokenized as lm-eval's own transformers model does it. Imported where lm-eval is installed.
 
 Letters: L positions of a continuation, V vocabulary.
 """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import logging
 from collections.abc import Sequence
@@ -39,6 +41,11 @@ class Answers:
 def missing() -> str | None:
     """None if lm-eval is installed; otherwise what to do."""
     return None if importlib.util.find_spec("lm_eval") else "evaluate.tasks needs lm-eval, which is not installed; pip install 'qforge[eval]'"
+
+
+def version() -> str:
+    """Of lm-eval."""
+    return importlib.metadata.version("lm_eval")
 
 
 def expanded(tasks: Sequence[str]) -> list[str]:
@@ -88,13 +95,15 @@ def answer(tasks: Sequence[str], scorer: Scorer, tokenizer: PreTrainedTokenizerB
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     model = TaskModel(scorer, tokenizer, context)
     try:
-        found = lm_eval.simple_evaluate(model=model, tasks=[task(name) if name in BUILTIN else name for name in tasks], bootstrap_iters=0, log_samples=True, verbosity="ERROR")
+        with contextlib.redirect_stderr(io.StringIO()):  # its bars: one for each task and step
+            asked = [task(name) if name in BUILTIN else name for name in tasks]
+            found = lm_eval.simple_evaluate(model=model, tasks=asked, bootstrap_iters=0, log_samples=True, verbosity="ERROR")
     except QforgeError:
         raise
     except (OSError, ValueError) as e:
         raise MissingCapabilityError(f"evaluate.tasks: {', '.join(tasks)}: lm-eval could not load the data ({e}); {', '.join(BUILTIN)} need none from elsewhere") from e
     assert found is not None
-    protocol = {"lm_eval": importlib.metadata.version("lm_eval"), "bos": begins_with_bos(tokenizer), "chat_template": False}
+    protocol = {"lm_eval": version(), "engine": f"{scorer.name} {scorer.version}", "bos": begins_with_bos(tokenizer), "chat_template": False}
     return {name: _answers(name, found, protocol) for name in found["samples"]}
 
 

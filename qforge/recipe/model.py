@@ -137,7 +137,9 @@ class EvaluateSection(Section):
     window: int = Field(2048, ge=2, description="Tokens in a window; capped at the model's context.")
     against: Literal["original"] = Field("original", description="The reference: the merged, unquantized model.")
     engine: Literal["auto", "runtime", "transformers"] = Field("auto", description="What computes the figures; auto takes our runtime where it lists the model's family.")
-    tasks: Annotated[tuple[Text, ...], Listed] = Field((), description="Tasks to score besides the text.")
+    tasks: Annotated[tuple[Text, ...], Listed] = Field(
+        (), description="Tasks to score besides the text, by lm-eval: its names, or builtin (needs no hub). They choose among given answers.", examples=[["builtin"]]
+    )
 
 
 class GateSection(Section):

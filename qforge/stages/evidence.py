@@ -19,7 +19,7 @@ from qforge.runtime.decoder import supports
 from qforge.stages.journal import Journal, key
 from qforge.stages.reference import KeptReference, base_figures
 from qforge.text.windows import EvaluationWindows
-from qforge.types import Cluster, DeltaP, Evaluation, Flips, Guess, Histogram, PositionBin, WorstToken
+from qforge.types import Cluster, DeltaP, Evaluation, Flips, Guess, Histogram, PositionBin, TaskMetric, TaskResult, WorstToken
 
 
 def engine_for(model: Model, name: str, activations: str = "fp") -> Scorer:
@@ -74,7 +74,7 @@ def measure_artifact(
     found = journal.load(name)
     if found is not None:
         return evaluation_from(found[1])
-    reference = KeptReference(merged, key_parts["merged"], windows, journal) if shared else merged
+    reference = KeptReference(merged, windows, journal) if shared else merged
     evaluation = measure(artifact, reference, windows, engine, progress, activations)
     if merged.adapters:
         evaluation = replace(evaluation, base=base_figures(base, windows, journal, progress))
@@ -87,9 +87,15 @@ def evaluation_from(value: dict[str, Any]) -> Evaluation:
     made = {**_tuples(value), "clusters": [Cluster(**c) for c in value["clusters"]]}
     made["kl_by_position"] = [PositionBin(**b) for b in value["kl_by_position"]]
     made["worst_tokens"] = [_worst_token(w) for w in value["worst_tokens"]]
+    made["tasks"] = {name: task_from(task) for name, task in value["tasks"].items()}
     for name, kind in (("delta_p", DeltaP), ("flips", Flips), ("kl_histogram", Histogram)):
         made[name] = None if value[name] is None else kind(**_tuples(value[name]))
     return Evaluation(**made)
+
+
+def task_from(value: dict[str, Any]) -> TaskResult:
+    """A task's result from its JSON form."""
+    return TaskResult(**{**value, "metrics": {name: TaskMetric(**_tuples(m)) for name, m in value["metrics"].items()}})
 
 
 def _tuples(value: dict[str, Any]) -> dict[str, Any]:

@@ -25,10 +25,10 @@ class KeptReference(TransformersEngine):
     The head is applied to them chunk by chunk, so figures are the same bits as of a reference that runs in step.
     """
 
-    def __init__(self, model: Model, sha256: str, text: EvaluationWindows, journal: Journal) -> None:
+    def __init__(self, model: Model, text: EvaluationWindows, journal: Journal) -> None:
         super().__init__(model)
         self._journal = journal
-        self._name = key("reference", model=sha256, text=text.sha256, protocol=text.protocol)
+        self._name = key("reference", model=model.fingerprint(), text=text.sha256, protocol=text.protocol)
 
     def _states(self, windows: list[list[int]]) -> Iterable[torch.Tensor]:
         if self._journal.stored(self._name) is None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import tiny
 from test_flow_quantize import write_recipe
 
 import qforge
+from qforge.cli.main import main
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import NumericalError, OutputError, RecipeError
 from qforge.recipe import load_members
@@ -188,23 +187,26 @@ def test_other_peoples_files_stay(tmp_path: Path) -> None:
         qforge.sweep(prepared(tmp_path), out=tmp_path / "out")
 
 
-def command(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "qforge", *args], capture_output=True, text=True, timeout=300)
+def command(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        main(list(args))
+    return int(left.value.code or 0), *capsys.readouterr()
 
 
-def test_exit_codes(tmp_path: Path) -> None:
+def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """0 with all gates kept, 1 where a variant's gate fails, 2 for a variant that cannot be: before any work."""
     recipe = str(prepared(tmp_path, sweep={"matrix": {"quantize.scheme": ["int4-g32-sym", "int8-g32-sym"]}}, quantize={"method": "rtn", "scheme": "int4-g32-sym"}))
-    done = command("quantize", "--recipe", recipe, "--out", str(tmp_path / "out"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("DONE: 2 variants; on the front of size and divergence: int4-g32-sym, int8-g32-sym")
-    done = command("quantize", "--recipe", recipe, "--out", str(tmp_path / "out"), "--set", "gates.kl_mean=<= 1e-9")
-    assert done.returncode == 1, done.stderr
-    assert "FAILED: kl_mean" in done.stdout
-    done = command("quantize", "--recipe", recipe, "--out", str(tmp_path / "new"), "--set", "sweep={matrix: {quantize.scheme: [int4-g32-sym, int4-g48-sym]}}")
-    assert done.returncode == 2
-    assert "variant int4-g48-sym" in done.stderr
+    code, out, err = command(capsys, "quantize", "--recipe", recipe, "--out", str(tmp_path / "out"))
+    assert code == 0, err
+    assert out.startswith("DONE: 2 variants; on the front of size and divergence: int4-g32-sym, int8-g32-sym")
+    code, out, err = command(capsys, "quantize", "--recipe", recipe, "--out", str(tmp_path / "out"), "--set", "gates.kl_mean=<= 1e-9")
+    assert code == 1, err
+    assert "FAILED: kl_mean" in out
+    wrong = "sweep={matrix: {quantize.scheme: [int4-g32-sym, int4-g48-sym]}}"
+    code, _, err = command(capsys, "quantize", "--recipe", recipe, "--out", str(tmp_path / "new"), "--set", wrong)
+    assert code == 2
+    assert "variant int4-g48-sym" in err
     assert not (tmp_path / "new").exists()
-    done = command("quantize", "--recipe", recipe, "--dry-run")
-    assert done.returncode == 0
-    assert "variant int8-g32-sym" in done.stdout
+    code, out, _ = command(capsys, "quantize", "--recipe", recipe, "--dry-run")
+    assert code == 0
+    assert "variant int8-g32-sym" in out

@@ -12,7 +12,7 @@ from tables import filled
 from qforge.cli.main import VERBS, cli
 
 PAGE = Path(__file__).resolve().parent / "cli.md"
-RESULTS, COMPARISON = (PAGE.with_name(f"{name}.schema.json") for name in ("results", "comparison"))
+RESULTS, COMPARISON, SWEEP = (PAGE.with_name(f"{name}.schema.json") for name in ("results", "comparison", "sweep"))
 README = PAGE.parent.parent / "README.md"
 HEAD = """# Command line
 
@@ -62,7 +62,7 @@ def _cell(text: str) -> str:
 def main(arguments: list[str]) -> int:
     """Write or check the pages."""
     late = 0
-    pages = ((PAGE, page()), (RESULTS, schemas.results()), (COMPARISON, schemas.comparison()), (README, filled(README.read_text())))
+    pages = ((PAGE, page()), (RESULTS, schemas.results()), (COMPARISON, schemas.comparison()), (SWEEP, schemas.sweep()), (README, filled(README.read_text())))
     for path, text in pages:
         current = path.exists() and path.read_text() == text
         if "--check" in arguments:

@@ -148,10 +148,10 @@ def mean_and_error(values: ArrayLike, sizes: ArrayLike) -> tuple[float, float]:
 def quantile(values: NDArray[np.float64], clusters: NDArray[np.int64], sizes: NDArray[np.float64], share: float) -> tuple[float, Interval | None]:
     """A quantile of per-token values (linear interpolation) and its 95 % interval.
 
-    Woodruff 1952: an interval of the share of tokens above the quantile is read back through the distribution. That share's is Korn and Graubard's (1998, Survey Methodology 24):
-    Clopper and Pearson's exact one for as many independent tokens as the clusters are worth. How many those are is known the less the fewer clusters hold the tail, which widens the
-    interval by Student's t with (sum a)^2 / sum a^2 - 1 degrees of freedom (a: a cluster's tokens above). None below MIN_CLUSTERS clusters, or where fewer than MIN_TAIL tokens lie above.
-    COVERAGE_WORDS
+    Woodruff 1952: an interval of the share of tokens above the quantile is read back through the distribution. That share's is Korn and Graubard's (1998, Survey Methodology
+    24): Clopper and Pearson's exact one for as many independent tokens as the clusters are worth. How many those are is known the less the fewer clusters hold the tail, which
+    widens the interval by Student's t with (sum a)^2 / sum a^2 - 1 degrees of freedom (a: a cluster's tokens above). None below MIN_CLUSTERS clusters, or where fewer than
+    MIN_TAIL tokens are expected beyond the quantile: such a tail tells of single documents.
 
     Args:
         values: `[tokens]`.

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import tiny
 from test_flow_quantize import write_recipe
@@ -154,6 +155,8 @@ def test_a_killed_sweep_goes_on(swept: tuple[Path, Sweep], tmp_path: Path, monke
 
 def test_reports_name_every_variant(swept: tuple[Path, Sweep]) -> None:
     out = swept[0] / "out"
+    schema = json.loads((Path(__file__).parents[2] / "docs" / "sweep.schema.json").read_text())
+    jsonschema.validate(json.loads((out / "sweep.json").read_text()), schema, cls=jsonschema.Draft202012Validator)
     markdown, page = (out / "sweep.md").read_text(), (out / "sweep.html").read_text()
     for v in swept[1].variants:
         assert v.name.replace("_", "\\_") in markdown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_lm_eval_tasks_are_refused_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # so that it cannot be found
     tiny.make(tmp_path / "model")
     with pytest.raises(MissingCapabilityError, match=r"lm-eval, which is not installed; pip install 'qforge\[eval\]'"):
         qforge.quantize(write_recipe(tmp_path, evaluate={"text": "evaluation.txt", "tasks": ["builtin"]}), out=tmp_path / "out")

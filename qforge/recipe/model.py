@@ -63,8 +63,10 @@ class OptionsSection(Section):
     damping: float = Field(0.2, gt=0, le=1, description="GPTQ: share of the Hessian's mean diagonal that is added to its diagonal.")
     act_order: bool = Field(True, description="GPTQ: quantize the inputs with the largest activations first. Groups stay where they are, so that it costs nothing at run time.")
     scale_search: bool = Field(True, description="Choose scales by least squared error instead of by the largest weight.")
-    error_correction: bool = Field(
-        True, description="GPTQ: aim at the outputs of the unquantized model, so that each layer makes up for the errors of those before it (asymmetric calibration, GPTAQ)."
+    error_correction: bool | None = Field(
+        None,
+        description="GPTQ: aim at the outputs of the unquantized model, so that each layer makes up for the errors of those before it (asymmetric calibration, GPTAQ); "
+        "null does where weights alone are rounded, and not where activations are, too.",
     )
     refine: int = Field(3, ge=0, le=100, description="GPTQ: sweeps of descent over codes and scales after the rounding; 0 for none.")
     fisher: bool = Field(

@@ -34,7 +34,7 @@ quantize:
     damping: 0.2
     act_order: true
     scale_search: true
-    error_correction: true  # each layer makes up for the errors of those before it: better, half as slow again
+    error_correction: null  # each layer makes up for the errors of those before it, half as slow again; null: where weights alone are rounded
     refine: 3               # sweeps over codes and scales after the rounding
     smoothing: null         # smoothquant: share of the difficulty that moves from activations into weights; null: the best for each
     group_fallback: error   # a width that the group size does not divide: error, adjust or ignore

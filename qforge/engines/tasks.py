@@ -10,14 +10,15 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from qforge.engines.base import Scorer
 from qforge.errors import DataError, MissingCapabilityError, QforgeError
 from qforge.text.builtin import builtin_folder
 from qforge.text.chat import begins_with_bos
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BUILTIN = {"qforge_continuation": "task_continuation.jsonl", "qforge_sums": "task_sums.jsonl"}  # what `builtin` stands for
 ACCURACIES = ("acc", "acc_norm", "exact_match")  # the metrics of one answer that are right (1) or wrong (0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -100,6 +101,17 @@ class TestWithLmEval:
         with pytest.raises(DataError, match="arc_eesy is no task of lm-eval's"):
             tasks.check(["arc_eesy"])
         tasks.check(["arc_easy", "builtin"])
+
+
+def test_the_builtin_questions_are_made_from_the_text_beside_them() -> None:
+    spec = importlib.util.spec_from_file_location("make_tasks", tasks.builtin_folder() / "tasks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    texts = [json.loads(line)["text"] for line in (made.FOLDER / "evaluation.jsonl").read_text("utf-8").splitlines()]
+    for file, records in (("task_continuation.jsonl", made.continuations(texts)), ("task_sums.jsonl", made.sums())):
+        assert [json.loads(line) for line in (made.FOLDER / file).read_text("utf-8").splitlines()] == records
 
 
 def test_the_builtin_questions_have_one_right_answer_each() -> None:

@@ -28,7 +28,7 @@ class KeptReference(TransformersEngine):
     def __init__(self, model: Model, text: EvaluationWindows, journal: Journal) -> None:
         super().__init__(model)
         self._journal = journal
-        self._name = key("reference", model=model.fingerprint(), text=text.sha256, protocol=text.protocol)
+        self._name = key("reference", model=model.fingerprint(), ids=text.ids)
 
     def _states(self, windows: list[list[int]]) -> Iterable[torch.Tensor]:
         if self._journal.stored(self._name) is None:
@@ -45,7 +45,7 @@ class KeptReference(TransformersEngine):
 
 def base_figures(base: Model, text: EvaluationWindows, journal: Journal, progress: Progress) -> dict[str, Any]:
     """The base model's own figures on the text (`Evaluation.base`), measured once for a journal."""
-    name = key("base", model=base.fingerprint(), text=text.sha256, protocol=text.protocol)
+    name = key("base", model=base.fingerprint(), ids=text.ids, documents=text.documents, bytes=text.bytes)
     found = journal.load(name, count=False)
     if found is None:
         alone = evaluate(TransformersEngine(base), None, text, progress=progress)

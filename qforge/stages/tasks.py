@@ -13,6 +13,7 @@ from qforge.engines.base import Scorer
 from qforge.engines.tasks import Answers
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.evaluate import statistics
+from qforge.files import sha256_file
 from qforge.models.model import Model
 from qforge.progress import Progress
 from qforge.recipe import Recipe
@@ -42,7 +43,8 @@ def scored(recipe: Recipe, merged: Model, artifact: Model, evaluation: Evaluatio
 
 
 def _answers(names: list[str], model: Model, engine: Scorer, journal: Journal) -> dict[str, Answers]:
-    name = key("tasks", model=model.fingerprint(), engine=[engine.name, engine.version], tasks=names, lm_eval=tasks.version())
+    tokenizer = {p.name: sha256_file(p) for p in sorted(model.assets.glob("*token*")) if p.is_file()}
+    name = key("tasks", model=model.fingerprint(), tokenizer=tokenizer, engine=[engine.name, engine.version], tasks=names, lm_eval=tasks.version())
     found = journal.load(name)
     if found is None:
         context = getattr(model.config, "max_position_embeddings", None) or 2048

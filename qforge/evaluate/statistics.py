@@ -163,7 +163,7 @@ def quantile(values: NDArray[np.float64], clusters: NDArray[np.int64], sizes: ND
     tail = min(share, 1 - share)
     if len(sizes) < MIN_CLUSTERS or tail * len(values) < MIN_TAIL:
         return value, None
-    above = np.bincount(clusters, weights=values > value, minlength=len(sizes))
+    above = np.bincount(clusters, weights=values > value, minlength=len(sizes)).astype(np.float64)
     if not above.any():
         return value, (value, value)
     low, high = _share_interval(above, sizes, 1 - share)

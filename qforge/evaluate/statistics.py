@@ -173,10 +173,9 @@ def quantile(values: NDArray[np.float64], clusters: NDArray[np.int64], sizes: ND
 
 def _share_interval(counts: NDArray[np.float64], sizes: NDArray[np.float64], share: float) -> Interval:
     """Korn and Graubard's interval of a share of which clusters hold `counts [n]` of `sizes [n]` tokens."""
-    total = float(sizes.sum())
     _, error = mean_and_error(counts, sizes)
     held = float(counts.sum() ** 2 / (counts @ counts))
-    independent = min(total, share * (1 - share) / error**2) if error > 0 else total
+    independent = share * (1 - share) / error**2 if error > 0 else float(sizes.sum())
     independent *= (_NORMAL_975 / _student_975(max(held - 1, 1.0))) ** 2
     found = share * independent
     return _beta_quantile(0.025, found, independent - found + 1), _beta_quantile(0.975, found + 1, independent - found)

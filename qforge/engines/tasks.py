@@ -90,15 +90,17 @@ def answer(tasks: Sequence[str], scorer: Scorer, tokenizer: PreTrainedTokenizerB
         UnsupportedError: a task has the model write text, or measures perplexity.
     """
     import lm_eval
+    from lm_eval.tasks import TaskManager
 
     from qforge.engines.lm_eval_model import TaskModel
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    known = TaskManager(include_defaults=any(name not in BUILTIN for name in tasks))  # reading all of its own takes longer than the questions
     model = TaskModel(scorer, tokenizer, context)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # its bars: one for each task and step
             asked = [task(name) if name in BUILTIN else name for name in tasks]
-            found = lm_eval.simple_evaluate(model=model, tasks=asked, bootstrap_iters=0, log_samples=True, verbosity="ERROR")
+            found = lm_eval.simple_evaluate(model=model, tasks=asked, task_manager=known, bootstrap_iters=0, log_samples=True, verbosity="ERROR")
     except QforgeError:
         raise
     except (OSError, ValueError) as e:

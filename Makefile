@@ -2,12 +2,14 @@
 #   make demo    a real model: merged, quantized, exported, checked; the report is in runs/demo
 #   make test    the fast ring         make test-slow   foreign engines, long flows
 #   make check   style, types, imports, generated pages    make engines   GPTQModel, for verifying GPTQ and AWQ exports
-# Variables: PYTHON=python3.12   PIP_ARGS="..." (passed to every pip install)
+# Variables: PYTHON=python3.12   PIP_ARGS="..." (passed to every pip install)   WORKERS=8 (processes that share a ring's tests, 0.5 to 1 GB each)
 
 PYTHON ?= python3
 PIP_ARGS ?=
+WORKERS ?= 2
 TORCH := torch==2.13.0
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 ENGINES := $(or $(QFORGE_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qforge)/engines
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS)
 READY := .venv/.qforge-packages
@@ -39,11 +41,11 @@ demo: setup
 	$(BIN)/qforge quantize --recipe recipes/demo.yaml --out runs/demo
 
 test: setup $(GPU)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 	$(GPU)/bin/python -m pytest tests/unit/ops/test_ops_triton.py
 
 test-slow: setup $(GPU) $(EVAL)
-	$(BIN)/python -m pytest -m 'slow and not gpu'
+	$(PYTEST) -m 'slow and not gpu'
 	$(GPU)/bin/python -m pytest -m slow tests/unit/ops/test_ops_triton.py
 	$(EVAL)/bin/python -m pytest -m slow tests/flow/test_flow_tasks.py
 

@@ -21,7 +21,8 @@ import torch
 from ggml import Ggml
 
 from qforge import numerics
-from qforge.ops.native import NativeKernel, NativeRounded, Packed, context, default_threads, instruction_sets
+from qforge.ops.native import NativeKernel, NativeRounded, Packed
+from qforge.ops.native_module import context, default_threads, instruction_sets
 from qforge.runtime.bench import read_bandwidth
 from qforge.scheme import parse
 

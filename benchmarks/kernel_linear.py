@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from qforge import numerics
-from qforge.ops.native import NativeDense, instruction_sets
+from qforge.ops.native import NativeDense
+from qforge.ops.native_module import instruction_sets
 from qforge.ops.select import choose
 from qforge.scheme import parse
 

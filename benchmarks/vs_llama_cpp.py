@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent / "llama_cpp"))
 from load import mixed
 
-from qforge.ops.native import instruction_sets
+from qforge.ops.native_module import instruction_sets
 from qforge.runtime.bench import read_bandwidth
 from qforge.stages.outcome import environment
 

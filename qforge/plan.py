@@ -16,6 +16,7 @@ from qforge.methods import Options, Quantizer, Transform, find, find_transforms,
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
 from qforge.recipe import Recipe
+from qforge.recipe.model import OptionsSection
 from qforge.runtime.decoder import supports
 from qforge.scheme import Per, Scheme
 
@@ -86,9 +87,9 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
     """
     _refuse_unavailable(recipe, model)
     quantizer, transforms = find(recipe.quantize.method), find_transforms(recipe.quantize.method)
-    options = Options(**{f.name: getattr(recipe.quantize.options, f.name) for f in fields(Options)})
     layers, notes = _layers(recipe, model, blocks, quantizer, chosen or {})
     schemes = list(dict.fromkeys(p.scheme for p in layers if p.scheme is not None))
+    options = _options(recipe.quantize.options, schemes)
     unread = experts_problem(p.scheme for p in layers if p.name in blocks.experts) if schemes else None
     if unread is not None:
         notes.append(f"transformers 5.23 {unread}, so that it does not run this artifact as it is meant; qforge does, and other programs that follow its quantization_config")
@@ -152,6 +153,14 @@ def _layers(recipe: Recipe, model: Model, blocks: BlockModel, quantizer: Quantiz
         raise UnsupportedError(unheld)
     notes = [f"{names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "") + f": {reason}" for reason, names in changed.items()]
     return tuple(layers), notes
+
+
+def _options(asked: OptionsSection, schemes: Sequence[Scheme]) -> Options:
+    """Errors of rounded activations differ from token to token: no weight makes up for them, and one that is fitted to them is worse than none (docs/log.md)."""
+    given = {f.name: getattr(asked, f.name) for f in fields(Options)}
+    if asked.error_correction is None:
+        given["error_correction"] = all(s.activations is None for s in schemes)
+    return Options(**given)
 
 
 def _check_transforms(transforms: Sequence[Transform], schemes: Sequence[Scheme]) -> None:

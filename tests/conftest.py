@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command sets it
+os.environ.setdefault("QFORGE_PACKED_GB", "0")  # tests of the cache of packed weights say otherwise
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
@@ -13,3 +14,8 @@ import transformers
 
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
+
+
+def pytest_runtest_teardown() -> None:
+    """A recipe that names no number of threads leaves torch with all cores."""
+    torch.set_num_threads(1)

@@ -79,6 +79,9 @@ NB_MODULE(_native, m) {
         "read", [](Context &self, uintptr_t words, int64_t count) { return self.read(pointer<const uint64_t>(words), count); }, nb::arg("words"), nb::arg("count"),
         nb::call_guard<nb::gil_scoped_release>());
     context.def(
+        "checksum", [](Context &self, uintptr_t bytes, int64_t count) { return self.checksum(pointer<const uint64_t>(bytes), count / 8); }, nb::arg("address"), nb::arg("bytes"),
+        nb::call_guard<nb::gil_scoped_release>(), "Of 8-byte words; a rest is left out.");
+    context.def(
         "norm",
         [](Context &self, uintptr_t x, uintptr_t weight, uintptr_t y, int64_t rows, int64_t width, float eps) {
             self.norm({pointer<const float>(x), pointer<const float>(weight), pointer<float>(y), width, eps}, rows);

@@ -133,6 +133,27 @@ uint64_t Context::read(const uint64_t *words, int64_t count) {
     return total;
 }
 
+uint64_t Context::checksum(const uint64_t *words, int64_t count) {
+    constexpr int64_t kPiece = 1 << 15, kLanes = 8;  // lanes: a multiplication waits for the one before it
+    constexpr uint64_t kFactor = 0x9E3779B97F4A7C15;
+    const auto mixed = [](uint64_t sum, uint64_t word) { return ((sum ^ word) << 29 | (sum ^ word) >> 35) * kFactor; };
+    const int64_t pieces = (count + kPiece - 1) / kPiece;
+    std::vector<uint64_t> sums(static_cast<size_t>(pieces));
+    tasks(pieces, [&](int64_t piece, int) {
+        const uint64_t *p = words + piece * kPiece, *end = words + std::min(count, (piece + 1) * kPiece);
+        uint64_t lanes[kLanes] = {1, 2, 3, 4, 5, 6, 7, 8};
+        for (; p + kLanes <= end; p += kLanes)
+            for (int64_t i = 0; i < kLanes; ++i) lanes[i] = mixed(lanes[i], p[i]);
+        for (; p < end; ++p) lanes[0] = mixed(lanes[0], *p);
+        uint64_t sum = 0;
+        for (const uint64_t lane : lanes) sum = mixed(sum, lane);
+        sums[static_cast<size_t>(piece)] = sum;
+    });
+    uint64_t total = static_cast<uint64_t>(count);
+    for (const uint64_t sum : sums) total = mixed(total, sum);
+    return total;
+}
+
 void Context::norm(const NormRows &n, int64_t rows) {
     const auto held = turn();
     split_rows(rows, 1 + 16384 / n.width, [&](int64_t first, int64_t end) { layers_->norm(n, first, end); });

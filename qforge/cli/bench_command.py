@@ -36,10 +36,9 @@ def command(model: str, activations: str, kv_cache: str, json_path: str | None) 
 
 def _measure(model: str, kinds: list[str], kv_cache: str) -> dict[str, Any]:
     """Times to first token and per token, and the loading time, are those of the first kind."""
-    from qforge.ops.native import default_threads, instruction_sets
+    from qforge.ops.native_module import default_threads, instruction_sets
     from qforge.runtime import LLM
     from qforge.runtime.bench import measure, read_bandwidth
-    from qforge.stages.outcome import environment
 
     bandwidth = read_bandwidth()
     runs, kernels, seconds = [], {}, []
@@ -50,6 +49,8 @@ def _measure(model: str, kinds: list[str], kv_cache: str) -> dict[str, Any]:
         kernels[kind] = llm.kernels()
         runs.append(measure(llm, kind, bandwidth))
         del llm
+    from qforge.stages.outcome import environment
+
     machine = {"threads": default_threads(), "instruction_set": next(iter(instruction_sets()), None), "read_bandwidth": bandwidth}
     return {
         "environment": environment() | machine | {"kernels": kernels, "kv_cache": kv_cache},

@@ -1,9 +1,10 @@
-"""llama.cpp as a foreign engine: runs a GGUF file in a process of its own, through the prebuilt xllamacpp wheel, and gives next-token log-probabilities."""
+"""llama.cpp as a foreign engine: runs a GGUF file in a process of its own, through the prebuilt xllamacpp wheel, and gives next-token log-probabilities, weights and token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -57,3 +58,38 @@ def next_token_logprobs(gguf_path: Path, prompts: Sequence[Sequence[int]], vocab
         raise ModelError(f"llama.cpp gave {data.size} log-probabilities for {gguf_path.name} where {len(prompts)} x {vocab_size} were asked for")
     # its server normalises with an fp32 sum, which is off by 2e-4 over a whole vocabulary; all of it is here, so normalise again
     return torch.log_softmax(torch.from_numpy(data).view(len(prompts), vocab_size).double(), -1).float(), str(answer["version"])
+
+
+def dequantized(gguf_path: Path, tensors: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
+    """SHA-256 of the fp32 values that llama.cpp's own C code makes of blocks in a file.
+
+    Args:
+        gguf_path: the model file.
+        tensors: of each `type` (GGML's name), `offset` and `nbytes` in the file, and the `count` of its values.
+
+    Returns:
+        The hashes in hexadecimal, and the engine's version.
+    Raises:
+        MissingCapabilityError: llama.cpp is not installed, or did not answer in time.
+        ModelError: it has no such type.
+    """
+    answer = _asked(gguf_path, {"tensors": list(tensors)})
+    return [str(h) for h in answer["sha256"]], str(answer["version"])
+
+
+def tokenized(gguf_path: Path, texts: Sequence[str], conversations: Sequence[Sequence[Mapping[str, str]]] = ()) -> tuple[list[list[int]], list[str]]:
+    """Token ids of texts, special tokens read as such and added as the file says, and conversations as the file's chat template renders them, up to the answer.
+
+    Raises:
+        MissingCapabilityError: llama.cpp is not installed, or did not answer in time.
+        ModelError: it refuses the file or a conversation.
+    """
+    answer = _asked(gguf_path, {"texts": list(texts), "conversations": [list(map(dict, c)) for c in conversations], "context": 64, "exact": False})
+    return answer["ids"], answer["rendered"]
+
+
+def _asked(gguf_path: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+    python = interpreter()
+    if python is None:
+        raise MissingCapabilityError(str(missing()))
+    return foreign.ask(python, _ADAPTER, request, engine=NAME, model=gguf_path, timeout_s=_BASE_S)[0]

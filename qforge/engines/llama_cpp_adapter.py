@@ -1,16 +1,25 @@
-"""Runs llama.cpp (the xllamacpp wheel) in an interpreter of its own: a request file in, log-probabilities and a JSON answer out. Standard library and xllamacpp only.
+"""Runs llama.cpp (the xllamacpp wheel) in an interpreter of its own: a request file in, values and a JSON answer out. Standard library and xllamacpp only.
 
 usage: python llama_cpp_adapter.py REQUEST.json
     request: {"model": path, "prompts": [[token id]], "vocab_size": V, "context": n, "threads": n, "exact": bool, "output": path}
     output:  float32 [len(prompts), V], raw; on stdout, last line, {"version": ..., "wall_s": ...} or {"error": ...}
+or  request: {"model": path, "tensors": [{"type": GGML type, "offset": bytes, "nbytes": n, "count": values}], "output": path}
+    output:  empty; {"version": ..., "sha256": [of each tensor's fp32 values, as llama.cpp's own C code dequantizes the bytes]}
+or  request: {"model": path, "texts": [text], "conversations": [messages], "context": n, "threads": n, "exact": bool, "output": path}
+    output:  empty; {"version": ..., "ids": [[token id] of each text], "rendered": [the chat template's text of each conversation]}
 """
 
 from __future__ import annotations
 
 import array
+import ctypes
+import hashlib
 import json
+import mmap
 import sys
 import time
+import urllib.request
+from pathlib import Path
 from typing import Any
 
 LOWEST = -80.0  # for a token that the server left out: below any probability that fp32 can tell from zero
@@ -49,19 +58,56 @@ def next_token(running: Any, prompt: list[int], vocab_size: int) -> array.array[
     return found
 
 
+def scored(request: dict[str, Any]) -> dict[str, Any]:
+    """Write the log-probabilities of the token after each prompt."""
+    started = time.monotonic()
+    running = server(request)
+    with open(request["output"], "wb") as out:
+        for prompt in request["prompts"]:
+            next_token(running, prompt, request["vocab_size"]).tofile(out)
+    return {"wall_s": round(time.monotonic() - started, 3)}
+
+
+def dequantized(request: dict[str, Any]) -> dict[str, Any]:
+    """Hashes of what `dequantize_row_*` makes of tensors; the wheel's module exports these functions."""
+    import xllamacpp
+
+    library = ctypes.CDLL(str(next(Path(xllamacpp.__file__).parent.glob("xllamacpp*.so"))))
+    found = []
+    with open(request["model"], "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for tensor in request["tensors"]:
+            kind = tensor["type"].split("_")  # Q4_0 is q4_0 there, Q4_K is q4_K
+            function = library["_".join(["dequantize_row", kind[0].lower(), *kind[1:]])]
+            function.argtypes, function.restype = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64], None
+            values = (ctypes.c_float * tensor["count"])()
+            function(data[tensor["offset"] : tensor["offset"] + tensor["nbytes"]], values, tensor["count"])
+            found.append(hashlib.sha256(values).hexdigest())
+    return {"sha256": found}
+
+
+def tokenized(request: dict[str, Any]) -> dict[str, Any]:
+    """Ids of texts, special tokens read as such and added as the model wants them, and rendered conversations; the server answers both at its local address only."""
+    running = server(request)
+
+    def post(path: str, body: dict[str, Any]) -> Any:
+        asked = urllib.request.Request(running.listening_address + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked) as answer:
+            return json.loads(answer.read())
+
+    ids = [post("/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"] for text in request["texts"]]
+    return {"ids": ids, "rendered": [post("/apply-template", {"messages": messages})["prompt"] for messages in request["conversations"]]}
+
+
 def main() -> None:
     """Answer one request."""
     with open(sys.argv[1], encoding="utf-8") as f:
         request = json.load(f)
+    open(request["output"], "wb").close()
     try:
         import xllamacpp
 
-        started = time.monotonic()
-        running = server(request)
-        with open(request["output"], "wb") as out:
-            for prompt in request["prompts"]:
-                next_token(running, prompt, request["vocab_size"]).tofile(out)
-        answer = {"version": f"xllamacpp {xllamacpp.__version__}", "wall_s": round(time.monotonic() - started, 3)}
+        do = dequantized if "tensors" in request else tokenized if "texts" in request else scored
+        answer = {"version": f"xllamacpp {xllamacpp.__version__}", **do(request)}
     except Exception as e:
         answer = {"error": f"{type(e).__name__}: {e}"}
     print("\n" + json.dumps(answer), flush=True)

@@ -5,6 +5,7 @@ Letters: B batch, S new tokens, P tokens in the cache, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -124,19 +125,43 @@ def greedy(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
         MissingCapabilityError: onnxruntime-genai is not installed.
         ModelError: it refuses the folder.
     """
+    with _readable_genai(folder) as model:
+        generator = _generator(model, prompt, count)
+        while not generator.is_done():
+            generator.generate_next_token()
+        return [int(t) for t in generator.get_sequence(0)][len(prompt) :]
+
+
+def genai_logprobs(folder: Path, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """fp32 log-probabilities `[len(prompts), V]` of the token after each prompt, by onnxruntime-genai.
+
+    Raises:
+        MissingCapabilityError: onnxruntime-genai is not installed.
+        ModelError: it refuses the folder.
+    """
+    with _readable_genai(folder) as model:
+        rows = [torch.from_numpy(np.array(_generator(model, p, 1).get_logits(), dtype=np.float32)).reshape(-1) for p in prompts]
+    return torch.log_softmax(torch.stack(rows), -1)
+
+
+def _generator(model: Any, prompt: Sequence[int], count: int) -> Any:
+    import onnxruntime_genai
+
+    params = onnxruntime_genai.GeneratorParams(model)
+    params.set_search_options(max_length=len(prompt) + count, do_sample=False, batch_size=1)
+    generator = onnxruntime_genai.Generator(model, params)
+    generator.append_tokens(np.array(prompt, dtype=np.int32))
+    return generator
+
+
+@contextlib.contextmanager
+def _readable_genai(folder: Path) -> Iterator[Any]:
     reason = genai_missing()
     if reason is not None:
         raise MissingCapabilityError(reason)
     import onnxruntime_genai
 
     try:
-        model = onnxruntime_genai.Model(str(folder))
-        params = onnxruntime_genai.GeneratorParams(model)
-        params.set_search_options(max_length=len(prompt) + count, do_sample=False, batch_size=1)
-        generator = onnxruntime_genai.Generator(model, params)
-        generator.append_tokens(np.array(prompt, dtype=np.int32))
-        while not generator.is_done():
-            generator.generate_next_token()
+        yield onnxruntime_genai.Model(str(folder))
     except Exception as e:  # its errors are plain RuntimeErrors and Exceptions
         raise ModelError(f"onnxruntime-genai cannot run {folder.name}: {str(e).splitlines()[0]}") from e
-    return [int(t) for t in generator.get_sequence(0)][len(prompt) :]

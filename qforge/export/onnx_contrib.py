@@ -7,12 +7,14 @@ Letters: B batch, S new tokens, H query heads, D head size, M positions.
 
 from __future__ import annotations
 
+import torch
 from onnx import TensorProto
 
 from qforge.export.onnx_decoder import PAST, PRESENT
 from qforge.export.onnx_graph import CONTRIB, Graph
 from qforge.export.onnx_linears import Linears
-from qforge.runtime.rope import RopeTable
+from qforge.runtime.rope import inverse_frequencies
+from qforge.runtime.rope_table import RopeTable
 from qforge.types import ModelSpec, RopeSpec
 
 
@@ -56,6 +58,7 @@ class ContribParts:
         """Cosines and sines `[M, D / 2]`, once for each kind of rotation."""
         if rope not in self._tables:
             at, count = f"model.rope.{len(self._tables)}", self._spec.max_positions
-            cos, sin = (t[:count].contiguous() for t in RopeTable(rope, self._spec.head_dim).upto(count))
+            table = RopeTable(inverse_frequencies(rope, self._spec.head_dim).numpy()).upto(count)
+            cos, sin = (torch.from_numpy(t[:count].copy()) for t in table)
             self._tables[rope] = self._graph.weight(f"{at}.cos", cos), self._graph.weight(f"{at}.sin", sin)
         return self._tables[rope]

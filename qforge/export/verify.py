@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -48,7 +50,8 @@ def verify(format_name: str, paths: Sequence[Path], model: Model, scorer: Scorer
     path = next(p for p in paths if p.suffix == ".gguf")
     done = [verify_gguf_weights(path, model)]
     try:
-        done.append(verify_in_llama_cpp(path, model, scorer, prompts))
+        ran = verify_in_llama_cpp(path, model, scorer, prompts)
+        done.append(replace(ran, weights_equal=ran.weights_equal and done[0].weights_equal))
     except MissingCapabilityError as e:
         return done, [f"llama.cpp: {e}"]
     return done, []
@@ -86,7 +89,7 @@ def _dequantized(tensor: gguf.ReaderTensor, name: str, model: Model) -> torch.Te
 
 
 def verify_in_llama_cpp(path: Path, model: Model, scorer: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:
-    """Mean KL divergence of llama.cpp's next-token distributions from the scorer's, and how often both rank the same token first.
+    """Mean KL divergence of llama.cpp's next-token distributions from the scorer's, the share of the same first tokens, and whether it dequantizes blocks as the gguf package does.
 
     Raises:
         MissingCapabilityError: llama.cpp is not installed.
@@ -97,4 +100,19 @@ def verify_in_llama_cpp(path: Path, model: Model, scorer: Scorer, prompts: Seque
     note = f"against {scorer.name}; fp32 cache, no flash attention; largest difference of a log-probability {largest:.2g}"
     if model.schemes and "f32" not in path.stem:
         note += "; llama.cpp's quantized kernels round activations to 8 bits"
-    return Verification(llama_cpp.NAME, engine_version, kl_mean=kl, top1_agreement=same_first, positions=len(prompts), note=note, executed=True)
+    unequal = _unequal_in_c(path)
+    if unequal:
+        note = f"blocks dequantized otherwise than by the gguf package: {', '.join(unequal[:3])}; " + note
+    return Verification(llama_cpp.NAME, engine_version, kl_mean=kl, top1_agreement=same_first, positions=len(prompts), weights_equal=not unequal, note=note, executed=True)
+
+
+def _unequal_in_c(path: Path) -> list[str]:
+    """Names of quantized tensors that llama.cpp's C code and the gguf package dequantize to different fp32 values."""
+    tensors = [t for t in gguf.GGUFReader(path).tensors if t.tensor_type.name not in ("F32", "F16", "BF16")]
+    blocks = [{"type": t.tensor_type.name, "offset": int(t.data_offset), "nbytes": int(t.n_bytes), "count": int(t.n_elements)} for t in tensors]
+    hashes, _ = llama_cpp.dequantized(path, blocks) if blocks else ([], "")
+    return [t.name for t, found in zip(tensors, hashes, strict=True) if found != _sha256(gguf.quants.dequantize(t.data, t.tensor_type))]
+
+
+def _sha256(values: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(values, dtype=np.float32).tobytes()).hexdigest()

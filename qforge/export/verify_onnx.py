@@ -182,7 +182,7 @@ def verify_execution(stored: Stored, model: Model, scorer: Scorer, prompts: Sequ
 
 
 def verify_greedy(folder: Path, scorer: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:
-    """Whether each token that onnxruntime-genai generates is the one that the scorer ranks first there.
+    """Divergence of onnxruntime-genai's next-token distributions from the scorer's, and whether each token that it generates is the one that the scorer ranks first there.
 
     Raises:
         MissingCapabilityError: onnxruntime-genai is not installed.
@@ -194,5 +194,7 @@ def verify_greedy(folder: Path, scorer: Scorer, prompts: Sequence[Sequence[int]]
         scored = torch.cat([piece.argmax(-1) for piece in scorer.score([[*prompt, *tokens]])])[len(prompt) - 1 :]
         equal += int((scored == torch.tensor(tokens)).sum())
         total += len(tokens)
+    kl, _, largest = agreement(next_token_logprobs(scorer, prompts), onnx_runtime.genai_logprobs(folder, prompts))
     note = f"greedy generation from {min(_PROMPTS, len(prompts))} prompts: {equal} of {total} tokens are those that {scorer.name} ranks first"
-    return Verification(onnx_runtime.GENAI, version(onnx_runtime.GENAI), top1_agreement=equal / max(total, 1), positions=total, note=note, executed=True)
+    note += f"; largest difference of a log-probability after {len(prompts)} prompts {largest:.2g}"
+    return Verification(onnx_runtime.GENAI, version(onnx_runtime.GENAI), kl_mean=kl, top1_agreement=equal / max(total, 1), positions=total, note=note, executed=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,7 +22,7 @@ class Options:
         damping: part of the mean Hessian diagonal that is added to the diagonal; more where calibration has few tokens (`gptq.damping_for`).
         act_order: quantize columns in the order of falling Hessian diagonal, groups staying where they are (no index at run time).
         scale_search: choose scales by smallest weighted squared error instead of by the range.
-        error_correction: aim at the outputs of the *unquantized* model, so that a layer makes up for the errors of those before it; None does where weights alone are rounded .
+        error_correction: aim at the outputs of the *unquantized* model, so that a layer makes up for the errors of those before it.
         refine: after the rounding, sweeps of coordinate descent over codes and least squares over scales; 0 for none.
         fisher: weigh a linear's outputs by how much the model's predictions depend on them (`coupled.py`).
         smoothing: SmoothQuant's exponent, the share of the difficulty that moves from inputs into weights; None chooses one for each link.
@@ -32,7 +32,7 @@ class Options:
     damping: float = 0.2
     act_order: bool = True
     scale_search: bool = True
-    error_correction: bool | None = None
+    error_correction: bool = True
     refine: int = 3
     fisher: bool = False
     smoothing: float | None = None
@@ -83,19 +83,10 @@ class Quantizer(Protocol):
         """Quantize a weight `[O, I]` fp32; the second value is a note for the report, if there is something to say. No `stats`: calibration never reached this linear."""
 
 
-def corrects(scheme: Scheme, options: Options) -> bool:
-    """Whether a layer aims at the unquantized model's outputs.
-
-    By default only where activations stay: no weight makes up for errors that differ from token to token, and one that is fitted to them is worse (docs/log.md).
-    """
-    return scheme.activations is None if options.error_correction is None else options.error_correction
-
-
-def statistics_needed(quantizer: Quantizer, schemes: Collection[Scheme], options: Options) -> frozenset[str]:
+def statistics_needed(quantizer: Quantizer, schemes: Iterable[Scheme], options: Options) -> frozenset[str]:
     """Statistics that a method reads, and the largest inputs where activations have a static scale."""
     static = any(s.activations is not None and s.activations.static for s in schemes)
-    unused = frozenset() if any(corrects(s, options) for s in schemes) else frozenset({"cross"})
-    return (quantizer.needs(options) - unused) | (frozenset({"absmax"}) if static else frozenset())
+    return quantizer.needs(options) | (frozenset({"absmax"}) if static else frozenset())
 
 
 def check_finite(weight: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ import torch
 from qforge import numerics
 from qforge.errors import NumericalError
 from qforge.methods import coupled, native, refine, scales
-from qforge.methods.base import Options, Stats, check_finite, corrects
+from qforge.methods.base import Options, Stats, check_finite
 from qforge.methods.factor import inverse_factor
 from qforge.qlinear import QuantizedLinear, code_dtype
 from qforge.scheme import Scheme
@@ -63,7 +63,7 @@ class GPTQ:
 
     def needs(self, options: Options) -> frozenset[str]:
         """The Hessian and, to correct for earlier errors, its counterpart with the unquantized model."""
-        return frozenset({"hessian"} | ({"cross"} if options.error_correction is not False else set()) | ({"outputs"} if options.fisher and options.refine else set()))
+        return frozenset({"hessian"} | ({"cross"} if options.error_correction else set()) | ({"outputs"} if options.fisher and options.refine else set()))
 
     def supports(self, scheme: Scheme) -> str | None:
         """Every scheme that there is arithmetic for; the error feedback is on weights, whatever happens to activations."""
@@ -82,7 +82,7 @@ class GPTQ:
         factor = _shared_factor(stats, options)
         if factor.lower is None:
             return _nearest(weight, scheme, stats.hessian.diagonal(), options), factor.note
-        target = _corrected(weight, stats.cross, factor) if stats.cross is not None and corrects(scheme, options) else weight
+        target = weight if stats.cross is None else _corrected(weight, stats.cross, factor)
         scale, zero = scales.choose(target, scheme, stats.hessian.diagonal(), options.scale_search)
         q = QuantizedLinear(scheme, _solve(target, scheme, scale, zero, factor.order, factor.lower), scale, zero, super_scales=numerics.super_scales(target, scheme))
         if options.refine and refine.applies(scheme):

@@ -5,6 +5,7 @@ Letters: O output features, I input features, R x C shape of the scales, K candi
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import logging
@@ -52,6 +53,9 @@ def _pool(threads: int) -> Any:
     native = module()
     assert native is not None
     return native.Pool(threads)
+
+
+atexit.register(_pool.cache_clear)  # as in ops.native
 
 
 def gptq_solve(lower: torch.Tensor, weight_IO: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: torch.Tensor, scheme: Scheme) -> torch.Tensor:

@@ -21,7 +21,8 @@ from qforge.errors import ModelError
 from qforge.models import skeleton as skeletons
 from qforge.models.adapter import Adapter, AdapterReport, Product, read_adapter
 from qforge.models.adapter_assets import merged_assets
-from qforge.models.model import Model, locate
+from qforge.models.locate import locate
+from qforge.models.model import Model
 from qforge.models.skeleton import Skeleton
 from qforge.models.spec import model_spec
 from qforge.models.weights import Cast, TensorInfo, WeightSource, digest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from qforge.files import sha256_file
 from qforge.models import assets as asset_files
 from qforge.models import skeleton as skeletons
 from qforge.models.config import read_config
+from qforge.models.locate import locate, model_folder
 from qforge.models.shards import Shards, check_index, find
 from qforge.models.spec import model_spec
 from qforge.models.weights import Cast, Renamed, WeightSource, digest
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from qforge.models.adapter import AdapterReport
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclass(frozen=True)
@@ -97,37 +96,12 @@ def open_model(source: str, *, folder: Path = Path("."), revision: str | None = 
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelError(f"dtype '{dtype}' is not available; use auto, {', '.join(DTYPES)}")
-    path = locate(source, folder, revision, trust_remote_code=trust_remote_code)
+    path = model_folder(locate(source, folder, revision, trust_remote_code=trust_remote_code))
     if path.is_file():
         from qforge.models.gguf_model import open_gguf
 
         return open_gguf(source, path, dtype)
-    if not (path / "config.json").exists() and (path / "model" / "config.json").exists():
-        path = path / "model"
     return _open_directory(source, path, dtype, trust_remote_code)
-
-
-def locate(source: str, folder: Path, revision: str | None = None, *, what: str = "model", trust_remote_code: bool = False) -> Path:
-    """The file or folder that a source names; downloaded where it is a hub id or `demo`.
-
-    Raises:
-        ModelError: there is no such path, and it cannot be a hub id.
-        MissingCapabilityError: it must be downloaded, and that is not possible here.
-    """
-    if source == "demo" and what == "model":
-        from qforge.models.demo import demo_file
-
-        return demo_file()
-    path = folder / Path(source).expanduser()
-    if source and path.exists():
-        return path
-    near = "/" in source and (folder / Path(source).parts[0]).exists()
-    if not _HUB_ID.fullmatch(source) or source.endswith((".gguf", ".safetensors")) or near:
-        allowed = "a Hugging Face directory, a .gguf file, a hub id, or demo" if what == "model" else "the folder that peft's save_pretrained wrote, or a hub id"
-        raise ModelError(f"there is no {what} at '{source}' (looked for {path.absolute()}); give {allowed}")
-    from qforge.models.hub import download
-
-    return download(source, revision, trust_remote_code=trust_remote_code)
 
 
 def _open_directory(source: str, path: Path, dtype: str, trust_remote_code: bool) -> Model:

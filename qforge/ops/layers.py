@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-LANES = 16  # positions side by side in the key cache; a block holds a multiple of this many tokens
+from qforge.ops.native_cache import LANES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

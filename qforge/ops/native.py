@@ -7,9 +7,6 @@ ordered).
 from __future__ import annotations
 
 import functools
-import importlib
-import logging
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,46 +14,13 @@ import torch
 
 from qforge import numerics
 from qforge.ops.memory import Arena
+from qforge.ops.native_module import context, missing
+from qforge.ops.native_weight import Buffer, NativeWeight
 from qforge.ops.packing import Tiles, pack_dense, pack_quantized
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Number, Per, Scheme, Symmetry
 
 LONGEST_RUN = 65536  # inputs, kLongestRun of integer.h
-_log = logging.getLogger(__name__)
-
-
-@functools.cache
-def module() -> Any | None:
-    """The compiled module, or None (said once in the log) where it was not built."""
-    try:
-        return importlib.import_module("qforge.ops._native")
-    except ImportError as e:
-        _log.warning("the native kernels are not available (%s): products run on the plain reference, many times slower; reinstall qforge where a C++ compiler is at hand", e)
-        return None
-
-
-def missing() -> str | None:
-    """Why no native kernel runs here; None if they do."""
-    return None if module() is not None else "the native module qforge.ops._native was not built"
-
-
-def default_threads() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def instruction_sets() -> list[str]:
-    """The instruction sets with kernels that this CPU runs, fastest first; empty without the native module."""
-    native = module()
-    return [] if native is None else list(native.instruction_sets())
-
-
-@functools.lru_cache(maxsize=8)
-def context(threads: int | None = None, isa: str | None = None) -> Any:
-    """The thread pool and instruction set that products run with; made once for each pair. Needs the native module."""
-    native = module()
-    assert native is not None, missing()
-    return native.Context(threads or default_threads(), isa or instruction_sets()[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +32,7 @@ class Packed:
     """
 
     tiles: Tiles
-    bias: torch.Tensor | None
+    weight: NativeWeight
     view: Any
     arithmetic: str | None = "FP32"
     scheme: Scheme | None = None
@@ -87,13 +51,21 @@ def _placed(t: torch.Tensor | None) -> torch.Tensor | None:
 def _packed(
     tiles: Tiles, bias: torch.Tensor | None, scheme: Scheme | None = None, input_scale: torch.Tensor | None = None, *, activations: str = "F32", arithmetic: str | None = "FP32"
 ) -> Packed:
-    native = module()
-    assert native is not None, missing()
-    bias = None if bias is None else bias.float().contiguous()
     tiles = replace(tiles, codes=_arena().place(tiles.codes), scales=_placed(tiles.scales), zeros=_placed(tiles.zeros))
-    addresses = [0 if t is None else t.data_ptr() for t in (tiles.codes, tiles.scales, tiles.zeros, tiles.book, bias)]
-    view = native.Weight(getattr(native.Format, tiles.format), tiles.out_features, tiles.blocks, tiles.block_k, tiles.run, *addresses, getattr(native.Activations, activations))
-    return Packed(tiles, bias, view, arithmetic, scheme, input_scale)
+    bias = None if bias is None else bias.float().contiguous()
+    buffers = {name: bytes_of(t) for name, t in (("scales", tiles.scales), ("zeros", tiles.zeros), ("book", tiles.book), ("bias", bias), ("gather", tiles.gather))}
+    codes = bytes_of(tiles.codes)
+    assert codes is not None
+    weight = NativeWeight(tiles.format, tiles.out_features, tiles.in_features, tiles.blocks, tiles.block_k, tiles.run, activations, codes, **buffers)
+    return Packed(tiles, weight, weight.view(), arithmetic, scheme, input_scale)
+
+
+def bytes_of(t: torch.Tensor | None) -> Buffer | None:
+    """A contiguous tensor's memory, which the result holds."""
+    if t is None:
+        return None
+    assert t.is_contiguous(), t.shape
+    return t.view(-1).view(torch.uint8).numpy()
 
 
 def _inputs(x: torch.Tensor, packed: Packed) -> torch.Tensor:

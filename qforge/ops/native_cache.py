@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from qforge.ops.layers import LANES
-from qforge.ops.native import module
+from qforge.ops.native_module import module
 
+LANES = 16  # positions side by side in the key cache; a block holds a multiple of this many tokens
 CACHE_TYPES: dict[str, tuple[str, type[Any]]] = {"fp32": ("F32", np.float32), "fp16": ("F16", np.float16), "int8": ("I8", np.int8)}
 
 

@@ -66,7 +66,7 @@ class OptionsSection(Section):
     error_correction: bool | None = Field(
         None,
         description="GPTQ: aim at the outputs of the unquantized model, so that each layer makes up for the errors of those before it (asymmetric calibration, GPTAQ); "
-        "null does where weights alone are rounded, and not where activations are, too.",
+        "null does where weights alone are rounded, and not where any activations are, too.",
     )
     refine: int = Field(3, ge=0, le=100, description="GPTQ: sweeps of descent over codes and scales after the rounding; 0 for none.")
     fisher: bool = Field(

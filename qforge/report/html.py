@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,7 +57,9 @@ def sweep_html(data: Mapping[str, Any]) -> str:
     return text
 
 
+@functools.cache
 def _template(name: str) -> Any:
+    """Compiled once a process: compiling takes longer than the rest of a report."""
     loader = PackageLoader("qforge.report")
     return Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=True).get_template(name)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -13,9 +15,8 @@ _SPECIAL = re.compile(r"([\\`*_\[\]<>|#~&])")
 
 def markdown(facts: Facts) -> str:
     """The text of report.md."""
-    environment = Environment(loader=PackageLoader("qforge.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
-    environment.filters |= {"words": words, "cell": cell, "fence": fence}
-    return environment.get_template("report.md.j2").render(facts=facts)
+    text: str = _template().render(facts=facts)
+    return text
 
 
 def words(text: str) -> str:
@@ -31,3 +32,10 @@ def cell(text: str) -> str:
 def fence(text: str) -> str:
     """A fence longer than any run of backticks inside of the text."""
     return "`" * max(3, *(len(run) + 1 for run in re.findall(r"`+", text) or [""]))
+
+
+@functools.cache
+def _template() -> Any:
+    environment = Environment(loader=PackageLoader("qforge.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
+    environment.filters |= {"words": words, "cell": cell, "fence": fence}
+    return environment.get_template("report.md.j2")

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from qforge.ops.native import context, missing
 from qforge.ops.native_cache import bytes_per_token
+from qforge.ops.native_module import context, missing
 from qforge.runtime.engine import Engine
 from qforge.runtime.llm import LLM
 from qforge.runtime.sequence import SamplingParams

@@ -10,7 +10,7 @@ import torch
 
 from qforge.ops.layers import Batch, LayerCache, TorchLayers
 from qforge.runtime import rope
-from qforge.runtime.rope import RopeTable
+from qforge.runtime.rope_table import RopeTable
 from qforge.runtime.sampler import sample
 from qforge.runtime.sequence import Sequence
 from qforge.runtime.step import StepInput
@@ -35,7 +35,7 @@ class Decoder:
 
     def __init__(self, weights: Weights, *, num_blocks: int, block_size: int) -> None:
         self.spec, self._weights, self._ops = weights.spec, weights, TorchLayers()
-        self._ropes = {layer.rope: RopeTable(layer.rope, self.spec.head_dim) for layer in weights.layers}
+        self._ropes = {r: RopeTable(rope.inverse_frequencies(r, self.spec.head_dim).numpy()) for r in dict.fromkeys(self.spec.layer_ropes)}
         self._caches = [self._ops.cache(num_blocks, block_size, self.spec.num_kv_heads, self.spec.head_dim) for _ in weights.layers]
 
     @torch.inference_mode()
@@ -47,7 +47,8 @@ class Decoder:
         if self.spec.embedding_scale != 1.0:
             x = x * torch.tensor(self.spec.embedding_scale)
         for layer, cache in zip(self._weights.layers, self._caches, strict=True):
-            x = self._layer(x, layer, cache, self._ropes[layer.rope].upto(reach), batch)
+            cosines, sines = self._ropes[layer.rope].upto(reach)
+            x = self._layer(x, layer, cache, (torch.from_numpy(cosines), torch.from_numpy(sines)), batch)
         x = x[torch.from_numpy(step.logit_indices)]
         return self._weights.head.logits(self._ops.norm(x, self._weights.norm, self.spec.norm_eps))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from qforge.runtime.tokenizer import Tokenizer
 
 _CONTEXT = 8  # tokens before the new ones: how a tokenizer joins words depends on what stands before them
 _UNFINISHED = "\ufffd"
@@ -11,7 +11,7 @@ _UNFINISHED = "\ufffd"
 class Detokenizer:
     """Text of one sequence's generated tokens. Without stop strings tokens are only noted until somebody asks for the text: turning them into text takes 30 us a token."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int], stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], stop: tuple[str, ...] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._tokens = prompt[-_CONTEXT:]
         self._start, self._read = 0, len(self._tokens)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import secrets
 
-from transformers import PreTrainedTokenizerBase
-
 from qforge.errors import DataError
 from qforge.runtime.blocks import BlockPool
 from qforge.runtime.detokenize import Detokenizer
 from qforge.runtime.scheduler import Scheduler
 from qforge.runtime.sequence import FinishReason, SamplingParams, Sequence
 from qforge.runtime.step import Runner, build_step
+from qforge.runtime.tokenizer import Tokenizer
 
 
 class Engine:
@@ -25,7 +24,7 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         *,
         num_blocks: int,
         block_size: int,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from qforge.ops.native import NativeDense, Packed, missing
+from qforge.ops.native import NativeDense, Packed
+from qforge.ops.native_module import missing
 from qforge.ops.select import choose
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Per
@@ -40,10 +41,7 @@ class Part:
     @property
     def nbytes(self) -> int:
         """Bytes of the weight as its kernel reads it; those of fp32 where no native kernel does."""
-        if self.packed is None:
-            return 4 * self.out_features * self.in_features
-        tiles = self.packed.tiles
-        return sum(t.nbytes for t in (tiles.codes, tiles.scales, tiles.zeros) if t is not None)
+        return 4 * self.out_features * self.in_features if self.packed is None else self.packed.weight.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

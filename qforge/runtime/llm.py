@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
-from qforge.engines.base import chunks
-from qforge.errors import DataError, ModelError, UnsupportedError
-from qforge.models.model import Model, open_model
-from qforge.ops.layers import LANES
-from qforge.ops.native_cache import CACHE_TYPES, bytes_per_token
+from qforge.errors import DataError, UnsupportedError
+from qforge.ops.native_cache import CACHE_TYPES, LANES, bytes_per_token
+from qforge.ops.native_module import missing
 from qforge.runtime import sequence as seq
 from qforge.runtime.engine import Engine
-from qforge.runtime.loader import load
+from qforge.runtime.native_decoder import NativeDecoder
+from qforge.runtime.native_model import NativeModel
+from qforge.runtime.opening import Opened, of_model, open_source
 from qforge.runtime.scheduler import Piece
 from qforge.runtime.sequence import Output, SamplingParams
-from qforge.runtime.step import build_step
+from qforge.runtime.step import Runner, build_step
+from qforge.runtime.tokenizer import Tokenizer
 from qforge.scheme import ACTIVATIONS
+
+if TYPE_CHECKING:
+    import torch
+
+    from qforge.models.model import Model
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 _CACHE_BYTES = 2 << 30  # of the key/value cache by default; pages that are never written take no memory
@@ -50,28 +52,25 @@ class LLM:
         max_step_tokens: int = 512, kv_cache: str = "fp32",
     ) -> None:  # fmt: skip
         _check(activations, kv_cache, threads, block_size, num_blocks, max_num_seqs, max_step_tokens)
-        self.model = open_model(str(model)) if isinstance(model, str | Path) else model
-        spec = self.model.spec
-        size = 0 if spec is None else block_size * spec.num_layers * bytes_per_token(kv_cache, spec.num_kv_heads, spec.head_dim)
-        context = 0 if spec is None else -(-spec.max_positions // block_size)
-        self.num_blocks = num_blocks or max(context, min(max_num_seqs * context, _CACHE_BYTES // max(size, 1)))
-        self.runner = load(self.model, activations=activations, threads=threads, num_blocks=self.num_blocks, block_size=block_size, kv_cache=kv_cache)
-        self.kv_cache, self.max_context = kv_cache, self.runner.spec.max_positions
+        self._opened = open_source(str(model), activations, threads) if isinstance(model, str | Path) else of_model(model, activations, threads)
+        spec = self._opened.spec
+        size = block_size * spec.num_layers * bytes_per_token(kv_cache, spec.num_kv_heads, spec.head_dim)
+        context = -(-spec.max_positions // block_size)
+        self.num_blocks = num_blocks or max(context, min(max_num_seqs * context, _CACHE_BYTES // size))
+        self.runner = _runner(self._opened, threads, self.num_blocks, block_size, kv_cache)
+        self.kv_cache, self.max_context = kv_cache, spec.max_positions
         self._block_size, self._max_num_seqs, self._max_step_tokens = block_size, max_num_seqs, max_step_tokens
-        self._tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
+    def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, loaded when it is first needed."""
-        if self._tokenizer is None:
-            self._tokenizer = self.model.tokenizer()
-        return self._tokenizer
+        return self._opened.tokenizer()
 
     def engine(self) -> Engine:
         """A fresh engine over this model's weights and cache; use one at a time."""
         return Engine(
             self.runner, self.tokenizer, num_blocks=self.num_blocks, block_size=self._block_size, max_num_seqs=self._max_num_seqs, max_step_tokens=self._max_step_tokens,
-            max_context=self.max_context, end_ids=end_ids(self.model),
+            max_context=self.max_context, end_ids=self._opened.end_ids,
         )  # fmt: skip
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[Output]:
@@ -115,13 +114,13 @@ class LLM:
         if isinstance(prompt, str):
             if not prompt:
                 raise DataError("it is empty; give at least one character (or a list with a token id)")
-            return prompt, self._known([int(t) for t in self.tokenizer(prompt).input_ids])
+            return prompt, self._known(list(self.tokenizer.encode(prompt)))
         items = list(prompt)
         if items and all(isinstance(i, int) and not isinstance(i, bool) for i in items):
             return None, self._known([i for i in items if isinstance(i, int)])
         if items and all(isinstance(i, Mapping) and isinstance(i.get("role"), str) and isinstance(i.get("content"), str) for i in items):
             text = self._render(items)
-            return text, self._known([int(t) for t in self.tokenizer(text, add_special_tokens=False).input_ids])
+            return text, self._known(list(self.tokenizer.encode(text, add_special_tokens=False)))
         raise DataError("it is neither a text, nor a list of token ids, nor a list of messages with role and content")
 
     def score(self, windows: list[list[int]]) -> Iterator[torch.Tensor]:
@@ -130,6 +129,8 @@ class LLM:
         Raises:
             DataError: a window is longer than the model's context or the cache.
         """
+        from qforge.engines.base import chunks
+
         for window in windows:
             blocks = -(-len(window) // self._block_size)
             if len(window) > self.max_context or blocks > self.num_blocks:
@@ -148,25 +149,21 @@ class LLM:
 
     def _render(self, messages: list[Any]) -> str:
         if not self.tokenizer.chat_template:
-            raise DataError(f"'{self.model.source}' has no chat template; give a text instead of messages")
+            raise DataError(f"'{self._opened.source}' has no chat template; give a text instead of messages")
         try:
             return str(self.tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True))
         except Exception as e:  # whatever a template's own code raises
-            raise DataError(f"the chat template of '{self.model.source}' refuses these messages: {e}") from e
+            raise DataError(f"the chat template of '{self._opened.source}' refuses these messages: {e}") from e
 
 
-def end_ids(model: Model) -> frozenset[int]:
-    """The tokens that end a continuation: those of generation_config.json, else of the config; both write a number or a list."""
-    found: Any = None
-    path = model.assets / "generation_config.json"
-    if path.exists():
-        try:
-            found = json.loads(path.read_text()).get("eos_token_id")
-        except (ValueError, AttributeError) as e:
-            raise ModelError(f"{path} is not valid JSON with an object in it; repair or remove it") from e
-    if found is None:
-        found = getattr(model.config, "eos_token_id", None)
-    return frozenset([] if found is None else [found] if isinstance(found, int) else found)
+def _runner(opened: Opened, threads: int | None, num_blocks: int, block_size: int, kv_cache: str) -> Runner:
+    if isinstance(opened.weights, NativeModel):
+        return NativeDecoder(opened.weights, threads=threads, num_blocks=num_blocks, block_size=block_size, kv_cache=kv_cache)
+    if kv_cache != "fp32":
+        raise UnsupportedError(f"a key/value cache of '{kv_cache}' needs the native kernels, and {missing()}; use fp32")
+    from qforge.runtime.decoder import Decoder
+
+    return Decoder(opened.weights, num_blocks=num_blocks, block_size=block_size)
 
 
 def _output(engine: Engine, prompt: str | None, s: seq.Sequence) -> Output:

@@ -1,4 +1,4 @@
-"""An opened model -> the decoder: reads each weight once, in its stored form, and packs it for its kernel."""
+"""An opened model -> the decoder's weights: reads each weight once, in its stored form, and packs it for its kernel."""
 
 from __future__ import annotations
 
@@ -9,35 +9,31 @@ import torch
 from qforge.errors import UnsupportedError
 from qforge.models.model import Model
 from qforge.ops.layers import AttentionParameters
-from qforge.ops.native import missing
+from qforge.ops.native_module import missing
 from qforge.qlinear import QuantizedLinear
-from qforge.runtime.decoder import Decoder, supports
+from qforge.runtime.decoder import supports
 from qforge.runtime.linears import Dense, Linear, joined, linear
-from qforge.runtime.native_decoder import NativeDecoder
-from qforge.runtime.step import Runner
+from qforge.runtime.lowering import lowered
+from qforge.runtime.native_model import NativeModel
 from qforge.runtime.weights import Head, Layer, Weights
 from qforge.types import ModelSpec
 
 
-def load(model: Model, *, activations: str = "fp", threads: int | None = None, num_blocks: int, block_size: int, kv_cache: str = "fp32") -> Runner:
-    """Build the decoder of a model: the native one, or the reference where there is no native module.
+def load(model: Model, threads: int | None = None, activations: str = "fp") -> NativeModel | Weights:
+    """All weights, packed: for the native decoder, or for the reference where there is no native module. Raises as `read` does."""
+    weights = read(model, threads, activations)
+    return lowered(weights) if missing() is None else weights
+
+
+def read(model: Model, threads: int | None = None, activations: str = "fp") -> Weights:
+    """All weights, packed as the reference decoder takes them.
 
     `activations` is `fp`, or `int16` or `int8`: rounded on the fly where a kernel does that.
 
     Raises:
-        UnsupportedError: a family that the runtime does not list (the message says what runs it), or a kind of cache that is not available.
+        UnsupportedError: a family that the runtime does not list; the message says what runs it.
         ModelError: a tensor is missing or damaged.
     """
-    weights = read(model, threads, activations)
-    if missing() is None:
-        return NativeDecoder(weights, threads=threads, num_blocks=num_blocks, block_size=block_size, kv_cache=kv_cache)
-    if kv_cache != "fp32":
-        raise UnsupportedError(f"a key/value cache of '{kv_cache}' needs the native kernels, and {missing()}; use fp32")
-    return Decoder(weights, num_blocks=num_blocks, block_size=block_size)
-
-
-def read(model: Model, threads: int | None = None, activations: str = "fp") -> Weights:
-    """All weights, packed; raises as `load` does."""
     reason = supports(model.spec)
     if reason is not None or model.spec is None:
         raise UnsupportedError(f"'{model.source}' cannot run on the built-in runtime: {reason}; transformers loads it as it is, and eval --engine transformers measures it")

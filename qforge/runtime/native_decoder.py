@@ -1,26 +1,25 @@
 """The decoder as one native call a step (kernels/include/qforge/decoder.h): hands over addresses once, and flat arrays at each step.
 
-Bits do not depend on the batch, the cut of a prompt, the place of blocks, or threads.
+Bits do not depend on the batch, the cut of a prompt, the place of blocks, or threads. Needs no torch but for logits.
 """
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from qforge.ops.native import context, module
 from qforge.ops.native_cache import NativeCache
-from qforge.ops.packing import Tiles
-from qforge.runtime.linears import Linear, Part, Product
-from qforge.runtime.rope import RopeTable
+from qforge.ops.native_module import context, module
+from qforge.ops.native_weight import address
+from qforge.runtime.native_model import NativeLayer, NativeModel, NativePart, NativeProduct
+from qforge.runtime.rope_table import RopeTable
 from qforge.runtime.sequence import Sequence
 from qforge.runtime.step import StepInput
-from qforge.runtime.weights import Layer, Weights
 
-_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+if TYPE_CHECKING:
+    import torch
+
 # `Sampling` of kernels/include/qforge/sampler.h
 _SAMPLING = np.dtype([("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8"), ("seed", "u8"), ("position", "i8")])
 
@@ -32,21 +31,26 @@ class NativeDecoder:
         kv_cache: how keys and values are stored: `fp32`, `fp16` or `int8` (a scale for each key and each value).
     """
 
-    def __init__(self, weights: Weights, *, num_blocks: int, block_size: int, threads: int | None = None, kv_cache: str = "fp32") -> None:
+    def __init__(self, model: NativeModel, *, num_blocks: int, block_size: int, threads: int | None = None, kv_cache: str = "fp32") -> None:
         native: Any = module()
-        self.spec, self._weights, self._native = weights.spec, weights, native
-        self._tables = {layer.rope: RopeTable(layer.rope, self.spec.head_dim) for layer in weights.layers}
-        self._caches = [NativeCache(kv_cache, num_blocks, block_size, self.spec.num_kv_heads, self.spec.head_dim) for _ in weights.layers]
-        layers = [self._layer(layer, cache) for layer, cache in zip(weights.layers, self._caches, strict=True)]
-        activation = {"silu": self._native.Activation.SILU, "gelu_pytorch_tanh": self._native.Activation.GELU_TANH}[self.spec.hidden_act]
-        self._decoder = self._native.Decoder(
-            context(threads), self.spec.hidden_size, self.spec.intermediate_size, self.spec.vocab_size, self.spec.norm_eps, activation, self._embedding(),
-            weights.norm.data_ptr(), layers, self._product(weights.head.logits),
+        spec = model.spec
+        self.spec, self._model, self._native = spec, model, native
+        self._tables = [RopeTable(f.view(np.float32)) for f in model.frequencies]
+        self._caches = [NativeCache(kv_cache, num_blocks, block_size, spec.num_kv_heads, spec.head_dim) for _ in model.layers]
+        layers = [self._layer(i, layer) for i, layer in enumerate(model.layers)]
+        activation = {"silu": native.Activation.SILU, "gelu_pytorch_tanh": native.Activation.GELU_TANH}[spec.hidden_act]
+        e = model.embedding
+        embedding = native.Embedding(getattr(native.Format, e.format), address(e.table), e.tiled, e.stride, spec.embedding_scale)
+        self._decoder = native.Decoder(
+            context(threads), spec.hidden_size, spec.intermediate_size, spec.vocab_size, spec.norm_eps, activation, embedding, address(model.norm), layers,
+            self._product(model.head),
         )  # fmt: skip
         self._reach = 0
 
     def step(self, step: StepInput) -> torch.Tensor:
         """See `Runner.step`."""
+        import torch
+
         logits = torch.empty(len(step.logit_indices), self.spec.vocab_size)
         self._decoder.logits(*self._arguments(step), logits.data_ptr())
         return logits
@@ -64,58 +68,33 @@ class NativeDecoder:
 
     def kernels(self) -> dict[str, int]:
         """See `Runner.kernels`."""
-        return self._weights.kernels()
+        return self._model.kernels()
 
     def weight_bytes(self) -> int:
         """See `Runner.weight_bytes`."""
-        return self._weights.nbytes()
+        return self._model.nbytes()
 
     def _arguments(self, step: StepInput) -> tuple[int, ...]:
         reach = int(step.context_lens.max())
         if reach > self._reach:
-            tables = {rope: table.upto(reach) for rope, table in self._tables.items()}
-            self._decoder.set_ropes([(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in tables.values()])
-            self._reach = min(len(cosines) for cosines, _ in tables.values())
+            tables = [table.upto(reach) for table in self._tables]
+            self._decoder.set_ropes([(cosines.ctypes.data, sines.ctypes.data) for cosines, sines in tables])
+            self._reach = min(len(cosines) for cosines, _ in tables)
         arrays = (step.tokens, step.positions, step.slot_mapping, step.block_tables, step.query_starts, step.logit_indices)
         return *(a.ctypes.data for a in arrays), len(step.tokens), len(step.context_lens), step.block_tables.shape[1], len(step.logit_indices)
 
-    def _layer(self, layer: Layer, cache: NativeCache) -> Any:
-        a = layer.attention
-        norms = (layer.input_norm, layer.post_attention_norm, layer.mlp_norm, layer.post_mlp_norm, a.q_norm, a.k_norm)
-        products = [self._product(p) for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        rope = list(self._tables).index(layer.rope)
-        return self._native.Layer([0 if n is None else n.data_ptr() for n in norms], *products, cache.view, a.num_heads, a.window, rope, a.scale)
+    def _layer(self, index: int, layer: NativeLayer) -> Any:
+        spec = self.spec
+        rope = list(dict.fromkeys(spec.layer_ropes)).index(spec.layer_ropes[index])
+        products = [self._product(p) for p in layer.products]
+        norms = [address(n) for n in layer.norms]
+        return self._native.Layer(norms, *products, self._caches[index].view, spec.num_heads, spec.layer_windows[index], rope, spec.attention_scale)
 
-    def _product(self, linear: Linear) -> list[Any]:
-        return [self._part(part) for part in linear.parts]
+    def _product(self, product: NativeProduct) -> list[Any]:
+        return [self._part(part) for part in product.parts]
 
-    def _part(self, part: Part) -> Any:
-        if part.packed is None or part.packed.arithmetic is None:
-            return self._native.Part(part.out_features, part.in_features, _elsewhere(part.product, part.in_features, part.out_features))
-        p = part.packed
-        static = 0.0 if p.input_scale is None else float(p.input_scale)
-        arithmetic = getattr(self._native.Arithmetic, p.arithmetic or "")
-        return self._native.Part(p.view, arithmetic, static, p.tiles.in_features, 0 if p.tiles.gather is None else p.tiles.gather.data_ptr())
-
-    def _embedding(self) -> Any:
-        table = self._weights.head.table
-        tiled = isinstance(table, Tiles)
-        values = table.codes if isinstance(table, Tiles) else table
-        stride = table.blocks * table.block_k if isinstance(table, Tiles) else table.shape[1]
-        return self._native.Embedding(getattr(self._native.Format, _DTYPES[values.dtype]), values.data_ptr(), tiled, stride, self.spec.embedding_scale)
-
-
-def _elsewhere(product: Product, in_features: int, out_features: int) -> Any:
-    """A product that no native kernel runs, as the native step calls it: at addresses."""
-
-    def run(x: int, rows: int, y: int, y_stride: int) -> None:
-        inputs = _floats(x, rows * in_features).view(rows, in_features)
-        outputs = _floats(y, (rows - 1) * y_stride + out_features).as_strided((rows, out_features), (y_stride, 1))
-        with torch.inference_mode():
-            outputs.copy_(product(inputs))
-
-    return run
-
-
-def _floats(address: int, count: int) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
+    def _part(self, part: NativePart) -> Any:
+        if part.elsewhere is not None or part.weight is None:
+            return self._native.Part(part.out_features, part.in_features, part.elsewhere)
+        arithmetic = getattr(self._native.Arithmetic, part.arithmetic)
+        return self._native.Part(part.weight.view(), arithmetic, part.static_scale, part.in_features, address(part.weight.gather))

@@ -1,4 +1,4 @@
-"""Rotary embedding: a RopeSpec -> tables of cosines and sines, as transformers computes them (fp32 throughout)."""
+"""Rotary embedding: a RopeSpec -> frequencies, as transformers computes them (fp32 throughout)."""
 
 from __future__ import annotations
 
@@ -35,21 +35,3 @@ def _llama3(inverse: torch.Tensor, p: dict[str, float]) -> torch.Tensor:
     scaled = torch.where(wavelength > old / p["low_freq_factor"], inverse / p["factor"], inverse)
     middle = (wavelength <= old / p["low_freq_factor"]) & (wavelength >= old / p["high_freq_factor"])
     return torch.where(middle, between, scaled)
-
-
-class RopeTable:
-    """Cosines and sines `[positions, head_dim / 2]`, grown as positions are asked for."""
-
-    def __init__(self, rope: RopeSpec, head_dim: int) -> None:
-        self._inverse = inverse_frequencies(rope, head_dim)
-        self._tables = self._compute(256)
-
-    def upto(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tables for at least `positions` positions."""
-        if len(self._tables[0]) < positions:
-            self._tables = self._compute(1 << (positions - 1).bit_length())
-        return self._tables
-
-    def _compute(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = torch.arange(positions).float()[:, None] * self._inverse
-        return angles.cos().contiguous(), angles.sin().contiguous()

@@ -6,15 +6,17 @@ Letters: T tokens of the step, S sequences, L rows whose logits are wanted, M mo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from qforge.runtime.scheduler import Piece
 from qforge.runtime.sequence import Sequence
 from qforge.types import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
 
 Longs = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.int32]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -238,7 +239,12 @@ def _choose_seconds(plan: Plan, blocks: BlockModel, tokens: int, candidates: int
 
 
 def gemm_rate() -> float:
-    """Multiply-adds a second of this machine's fp32 matrix product at sizes like a model's, best of three."""
+    """Multiply-adds a second of this machine's fp32 matrix product at sizes like a model's, best of three; measured once a process for each number of threads."""
+    return _gemm_rate(torch.get_num_threads())
+
+
+@functools.cache
+def _gemm_rate(threads: int) -> float:
     a, b = torch.ones(1024, 1024), torch.ones(1024, 1024)
     best = float("inf")
     for _ in range(3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+THREADS = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
 def run(recipe: str, out: Path, *options: str, file: str = "results.json") -> tuple[int, dict[str, Any]]:
-    command = [sys.executable, "-m", "qforge", "quantize", "--recipe", str(ROOT / "recipes" / recipe), "--out", str(out), *options]
+    command = [sys.executable, "-m", "qforge", "quantize", "--recipe", str(ROOT / "recipes" / recipe), "--out", str(out), "--set", f"run.threads={THREADS}", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (out / file).exists(), done.stderr
     results: dict[str, Any] = json.loads((out / file).read_text())

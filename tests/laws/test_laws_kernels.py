@@ -12,7 +12,8 @@ from tolerances import KERNELS
 
 from qforge import numerics
 from qforge.ops.kernel import Kernel
-from qforge.ops.native import NativeDense, NativeInt8, NativeKernel, NativeRounded, instruction_sets
+from qforge.ops.native import NativeDense, NativeInt8, NativeKernel, NativeRounded
+from qforge.ops.native_module import instruction_sets
 from qforge.ops.select import kernels
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Number, Symmetry, parse

@@ -50,6 +50,8 @@ class Context {
     std::unique_lock<std::recursive_mutex> turn() { return std::unique_lock(turn_); }
     // Reads every byte, and returns their sum as words: what the memory gives, against which a product is measured
     uint64_t read(const uint64_t *words, int64_t count);
+    // A number that changes with every word, its place, and the count: tells a damaged file from a whole one, not from a forged one
+    uint64_t checksum(const uint64_t *words, int64_t count);
     int threads() const { return pool_.threads(); }
     const std::string &isa() const { return isa_; }
 

@@ -146,8 +146,7 @@ def test_the_static_scale_of_an_expert_without_tokens_is_that_of_the_others(tmp_
 
 
 @pytest.mark.parametrize(("method", "count"), [("gptq", 60), (["awq", "gptq"], 60)])
-@pytest.mark.parametrize("die_after", [0, 1, 2])
-def test_resumed_equals_uninterrupted(tmp_path: Path, method: str | list[str], count: int, die_after: int) -> None:
+def test_killed_at_every_block_and_resumed_equals_uninterrupted(tmp_path: Path, method: str | list[str], count: int) -> None:
     model = open_model(str(make(tmp_path / "m", experts=12, layers=3)))
     ids = windows(count, 64)
     assert ids.numel() > BATCH_TOKENS, "there is only one batch, so that no expert is skipped by one of several"
@@ -159,9 +158,12 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, method: str | list[str], c
         quantize_blocks(Job(blocks, quantizer, schemes(blocks), Options(), transforms=find_transforms(method)), ids, memory.store(), SILENT)
         return memory.linears()
 
-    whole, broken = run(Memory()), Memory(die_after)
-    with pytest.raises(KeyboardInterrupt):
-        run(broken)
+    whole, broken = run(Memory()), Memory()
+    for block in range(3):
+        broken.die_after = block
+        with pytest.raises(KeyboardInterrupt):
+            run(broken)
+        assert list(broken.pieces) == list(range(block))
     broken.die_after = None
     again = run(broken)
     assert list(again) == list(whole)

@@ -39,7 +39,7 @@ class Memory:
 
     def _save(self, index: int, piece: Piece) -> None:
         self.saves += 1
-        if self.die_after is not None and self.saves > self.die_after:
+        if self.die_after is not None and len(self.pieces) >= self.die_after:
             raise KeyboardInterrupt
         self.pieces[index] = piece
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 
+import gguf
+import numpy as np
 import pytest
 import tiny
+import torch
 from quantized_models import quantized
 
 from qforge.engines import llama_cpp
@@ -47,6 +50,36 @@ def test_the_f32_twin_agrees(tmp_path, case):
     ours = next_token_logprobs(TransformersEngine(model), given)
     assert "xllamacpp" in version
     assert (theirs - ours).abs().max() < (5e-3 if family == "gemma3_text" else 1e-4)  # ggml's GELU is a table in fp16
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3"])
+def test_every_family_passes_the_rows_of_a_real_model(tmp_path, family, tied):
+    """The weights that llama.cpp's C code makes of the integers are ours, and what it computes of the same weights in fp32 is what transformers computes."""
+    name, options = CASES[family]
+    model = quantized(
+        open_model(str(tiny.make(tmp_path / "source", name, **{"layers": 2, "tied": tied, "dtype": torch.bfloat16, **options}))), overrides={"down_proj": "int8-g64-sym"}
+    )
+    for kind, bound in (("auto", 0.05), ("f32", 1e-3)):
+        paths = GgufExporter(kind).write(model, tmp_path / kind)
+        found, left_out = verify("gguf", paths, model, TransformersEngine(model), prompts(model.config.vocab_size, (3, 20, 60)))
+        assert not left_out
+        assert [v.weights_equal for v in found] == [True, True], found
+        assert found[1].executed
+        assert found[1].kl_mean < bound, (kind, found)
+    held = {t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "auto" / "model-q4_0.gguf").tensors}
+    assert held == {"Q4_0", "Q8_0", "BF16", "F32"}
+    assert ("output.weight" in {t.name for t in gguf.GGUFReader(paths[0]).tensors}) is not tied
+
+
+def test_blocks_that_llama_cpp_reads_otherwise_are_named(tmp_path, monkeypatch):
+    model = quantized(open_model(str(tiny.make(tmp_path / "source", layers=1))))
+    (path,) = GgufExporter().write(model, tmp_path / "out")
+    plain = gguf.quants.dequantize
+    monkeypatch.setattr(gguf.quants, "dequantize", lambda data, kind: plain(data, kind) + (np.float32(1e-8) if data.shape[0] == 32 else 0))  # k and v have 32 rows
+    found = verify_in_llama_cpp(path, model, TransformersEngine(model), [[5, 6]])
+    assert found.weights_equal is False
+    assert "blk.0.attn_k.weight, blk.0.attn_v.weight;" in found.note
 
 
 @pytest.mark.parametrize("text", ["int4-g32-sym", "int4-g32-asym", "int8-channel-sym"])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qforge import numerics
-from qforge.methods import Options, Stats, find, native, refine, statistics_needed
+from qforge.methods import Options, Stats, find, native, refine
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
 
@@ -101,17 +101,3 @@ def test_error_correction_aims_at_the_original_outputs() -> None:
     floor = (x.double() @ best - y.double() @ weight.T.double()).square().mean()
     assert got[False] < 1.02 * floor  # 8 bits: what is left is what no weight could give
     assert got[True] > 1.2 * floor
-
-
-def test_errors_of_rounded_activations_are_not_corrected_unless_asked() -> None:
-    weight, hessian = problem(3)
-    cross = torch.randn(64, 64, generator=torch.Generator().manual_seed(4))
-    gptq = find("gptq")
-    assert gptq is not None
-    default = [("w8a8-int8", None, False), ("fp8-dynamic", None, False), ("int8-channel-sym", None, True)]
-    for scheme, given_option, corrected in [*default, ("w8a8-int8", True, True), ("int8-channel-sym", False, False)]:
-        options = Options(error_correction=given_option)
-        assert ("cross" in statistics_needed(gptq, [parse(scheme)], options)) == corrected, scheme
-        plain, other = (gptq.quantize(weight, parse(scheme), Stats(200, hessian, c), options)[0] for c in (None, cross))
-        assert plain.equals(other) != corrected, scheme
-    assert "cross" in statistics_needed(gptq, [parse("w8a8-int8"), parse("int4-g16-sym")], Options())

@@ -240,10 +240,10 @@ def row(name: bytes, dims: list[int], kind: int = 0, offset: int = 0) -> bytes:
 def test_hostile_headers_are_refused_at_once(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "h.gguf"
     path.write_bytes(content)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ModelError, match=message) as e:
         open_model(str(path))
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert str(path) in str(e.value)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from qforge.ops.layers import AttentionParameters, Batch
-from qforge.ops.native import context, module
 from qforge.ops.native_cache import NativeCache
+from qforge.ops.native_module import context, module
 
 native: Any = module()
 ACTIVATIONS = {"silu": native.Activation.SILU, "gelu_pytorch_tanh": native.Activation.GELU_TANH}
@@ -16,7 +16,12 @@ ACTIVATIONS = {"silu": native.Activation.SILU, "gelu_pytorch_tanh": native.Activ
 
 class NativeLayers:
     def __init__(self, threads: int, isa: str, kv_cache: str = "fp32") -> None:
-        self._context, self._kv_cache = context(threads, isa), kv_cache
+        self._threads, self._isa, self._kv_cache = threads, isa, kv_cache
+
+    @property
+    def _context(self) -> Any:
+        """Not kept: pytest's plugins hold test modules until after the interpreter's exit, where nanobind takes what they hold for leaked."""
+        return context(self._threads, self._isa)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         y = torch.empty_like(x)

@@ -8,7 +8,7 @@ from native_layers import NativeLayers
 from tolerances import LAYERS
 
 from qforge.ops.layers import AttentionParameters, Batch, TorchLayers
-from qforge.ops.native import instruction_sets
+from qforge.ops.native_module import instruction_sets
 
 OPS: list[TorchLayers | NativeLayers] = [TorchLayers(), *(NativeLayers(2, isa) for isa in instruction_sets())]
 STORED = {"attention": OPS, **{f"attention {kind}": [NativeLayers(2, isa, kind) for isa in instruction_sets()] for kind in ("fp16", "int8")}}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -12,9 +14,9 @@ import torch
 from tolerances import KERNELS
 
 from qforge import numerics
-from qforge.ops import native
 from qforge.ops.memory import Arena
-from qforge.ops.native import NativeDense, NativeInt8, NativeKernel, NativeRounded, context, instruction_sets
+from qforge.ops.native import NativeDense, NativeInt8, NativeKernel, NativeRounded
+from qforge.ops.native_module import context, instruction_sets, module
 from qforge.ops.select import choose
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
@@ -31,6 +33,20 @@ def test_an_unknown_instruction_set_is_refused() -> None:
 
 def test_the_number_of_threads_is_as_asked() -> None:
     assert context(3).threads == 3
+
+
+def test_threads_end_with_the_interpreter_whoever_holds_the_modules() -> None:
+    code = """
+import ctypes
+from qforge.methods import native as solver
+from qforge.ops import native_module as native
+native.context(2)
+solver._pool(2)
+for kept in (native.context, solver._pool):
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # as somebody who never lets go
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -183,14 +199,14 @@ def test_without_the_module_the_reference_runs_and_says_so_once(monkeypatch: pyt
     def fail(name: str) -> None:
         raise ImportError("no compiler")
 
-    native.module.cache_clear()
+    module.cache_clear()
     monkeypatch.setattr(importlib, "import_module", fail)
     try:
         with caplog.at_level(logging.WARNING):
             choices = [choose(parse("int4-g64-sym"), (64, 64)) for _ in range(2)]
     finally:
         monkeypatch.undo()
-        native.module.cache_clear()
+        module.cache_clear()
     assert choices[0].kernel.name == "reference"
     assert dict(choices[0].passed_over) == {"native": "the native module qforge.ops._native was not built"}
     assert len(caplog.records) == 1

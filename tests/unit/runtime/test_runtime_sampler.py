@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qforge.errors import DataError
-from qforge.ops.native import module
+from qforge.ops.native_module import module
 from qforge.runtime.sampler import draw, uniform
 from qforge.runtime.sequence import SamplingParams
 

@@ -72,6 +72,19 @@ def test_what_cannot_be_done_is_refused_by_name_before_anything_is_written(tmp_p
     assert not (tmp_path / "out").exists()
 
 
+def test_errors_of_rounded_activations_are_not_corrected_unless_asked(tmp_path: Path) -> None:
+    def corrects(scheme: str, **more: object) -> bool:
+        plan = planned(tmp_path, quantize={"method": "gptq", "scheme": scheme, **more})
+        assert plan.options.error_correction == ("cross" in plan.needs)
+        return plan.options.error_correction
+
+    assert corrects("int4-g32-sym")
+    assert not corrects("w8a8-int8")
+    assert not corrects("w8a8-int8", overrides=[{"match": "*.down_proj", "scheme": "int8-channel-sym"}])  # rounding before it reaches it, too
+    assert corrects("w8a8-int8", options={"error_correction": True})
+    assert not corrects("int4-g32-sym", options={"error_correction": False})
+
+
 def test_an_optional_export_that_cannot_be_made_is_listed(tmp_path: Path) -> None:
     results = pipeline.quantize(recipe(tmp_path, export=[{"format": "mlx", "optional": True}, {"format": "gptq"}]), out=tmp_path / "out")
     assert results.exports[0].path is None

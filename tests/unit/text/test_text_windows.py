@@ -111,12 +111,12 @@ def test_too_little_to_score(plain: Any) -> None:
 
 def test_a_megabyte_is_cut_in_seconds(plain: Any) -> None:
     text = "".join(f"{t} {i}\n" for i in range(3000) for t in tiny.TEXT)
-    start = time.perf_counter()
+    start = time.process_time()
     found = evaluation_windows(from_texts("t", [text]), plain, 128)
     calibration_set(from_texts("t", [text]), plain, samples=64, sequence_length=128, seed=0)
     assert len(text) > 1e6
     assert found.tokens > 2e5
-    assert time.perf_counter() - start < 30
+    assert time.process_time() - start < 30
 
 
 def test_calibration_joins_with_eos_and_reports_what_it_left(plain: Any) -> None:

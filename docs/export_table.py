@@ -1,0 +1,59 @@
+"""The tables of docs/exports.md, from what `benchmarks/exports.py --save` left in benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tables import RESULTS, replaced
+
+HEAD = "| | scheme | run by | weights | KL divergence | same first token | |\n|---|---|---|---|---|---|---|"
+OPERATORS = "onnxruntime, operator by operator"
+READERS = {"llama.cpp": "gguf package", "onnxruntime": OPERATORS, "onnxruntime-genai": OPERATORS}  # engine -> who compared its weights
+
+
+def filled(page: str) -> str:
+    """The page with its tables as the results have them."""
+    parts = [_section(json.loads(path.read_text())) for path in sorted(RESULTS.glob("exports-*.json"))]
+    return replaced(page, "exports", "\n\n".join(parts))
+
+
+def _section(found: dict[str, Any]) -> str:
+    machine = found["environment"]
+    said = f"**{found['model']}** ({found['positions']} positions of {found['text']}; {found['date']}, {machine['cores']} cores of an {machine['cpu']}):"
+    rows = found["rows"]
+    return "\n".join([said, "", HEAD, *(_line(row, rows) for row in rows if row["executed"] or row["engine"] == "none")])
+
+
+def _line(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    name = f"{row['format']} {row['type'] or ''}".strip()
+    if row["engine"] == "none":
+        return f"| {name} | {row['scheme']} | not run | {_equal(_weights(row, rows, None))} | | | {row['note']} |"
+    reference = row["note"].partition("against ")[2].partition(";")[0] or "qforge"
+    beside = "" if reference == "qforge" else f"against {reference}, which rounds the same activations"
+    remarks = "; ".join(filter(None, [row["failed"], _operators(row, rows), beside]))
+    figures = f"{row['kl_mean']:.1e} | {100 * row['top1_agreement']:.1f} %"
+    return f"| {name} | {row['scheme']} | {row['engine']} {row['version'].removeprefix('xllamacpp ')} | {_equal(_weights(row, rows, row['engine']))} | {figures} | {remarks} |"
+
+
+def _same_file(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [r for r in rows if all(r[key] == row[key] for key in ("format", "type", "scheme"))]
+
+
+def _weights(row: dict[str, Any], rows: list[dict[str, Any]], engine: str | None) -> bool | None:
+    """What the engine's own dequantization gave; of a file that was not run, what its reader found."""
+    if row["weights_equal"] is not None:
+        return bool(row["weights_equal"])
+    readers = [r for r in _same_file(row, rows) if r["weights_equal"] is not None and r["engine"] == READERS.get(str(engine), r["engine"])]
+    return None if not readers else all(r["weights_equal"] for r in readers)
+
+
+def _operators(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """The operators with weights of an ONNX file, and their types."""
+    if row["engine"] != "onnxruntime":
+        return ""
+    return next((str(r["note"]) for r in _same_file(row, rows) if r["engine"] == OPERATORS), "")
+
+
+def _equal(equal: bool | None) -> str:
+    return {True: "equal", False: "**unequal**", None: ""}[equal]

@@ -1,0 +1,38 @@
+"""Where a model lies: a path, a hub id or `demo` -> a file or a folder. Imports nothing heavy unless something must be downloaded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from qforge.errors import ModelError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def locate(source: str, folder: Path, revision: str | None = None, *, what: str = "model", trust_remote_code: bool = False) -> Path:
+    """The file or folder that a source names; downloaded where it is a hub id or `demo`.
+
+    Raises:
+        ModelError: there is no such path, and it cannot be a hub id.
+        MissingCapabilityError: it must be downloaded, and that is not possible here.
+    """
+    if source == "demo" and what == "model":
+        from qforge.models.demo import demo_file
+
+        return demo_file()
+    path = folder / Path(source).expanduser()
+    if source and path.exists():
+        return path
+    near = "/" in source and (folder / Path(source).parts[0]).exists()
+    if not _HUB_ID.fullmatch(source) or source.endswith((".gguf", ".safetensors")) or near:
+        allowed = "a Hugging Face directory, a .gguf file, a hub id, or demo" if what == "model" else "the folder that peft's save_pretrained wrote, or a hub id"
+        raise ModelError(f"there is no {what} at '{source}' (looked for {path.absolute()}); give {allowed}")
+    from qforge.models.hub import download
+
+    return download(source, revision, trust_remote_code=trust_remote_code)
+
+
+def model_folder(path: Path) -> Path:
+    """The folder of a model's files: `model` below the output folder of a run, else the path itself."""
+    return path / "model" if not (path / "config.json").exists() and (path / "model" / "config.json").exists() else path

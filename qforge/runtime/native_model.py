@@ -1,0 +1,93 @@
+"""A model as the native step takes it: sizes, kernels, and memory that somebody holds. Needs no torch; `lowering` makes it of packed tensors, `packed_file` of a mapped file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from qforge.ops.native_weight import Buffer, NativeWeight
+from qforge.types import ModelSpec
+
+Elsewhere = Callable[[int, int, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativePart:
+    """One weight of a product.
+
+    Attributes:
+        weight: what a native kernel reads, or None.
+        arithmetic: `FP32`, or `INT8`: activations rounded by row, or all with `static_scale` where that is not 0.
+        elsewhere: where no native kernel runs the product: takes addresses of fp32 inputs `[rows, in_features]`, rows, address and row stride of the outputs.
+    """
+
+    out_features: int
+    in_features: int
+    weight: NativeWeight | None = None
+    arithmetic: str = "FP32"
+    static_scale: float = 0.0
+    elsewhere: Elsewhere | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight as its kernel reads it; those of fp32 where no native kernel does."""
+        return 4 * self.out_features * self.in_features if self.weight is None else self.weight.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeProduct:
+    """Outputs of its parts side by side. `kernel`: its name, and why not a faster one."""
+
+    kernel: str
+    parts: tuple[NativePart, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeLayer:
+    """One layer. `norms`: fp32 weights of input, post-attention, MLP, post-MLP, query and key norm, None where the family has none."""
+
+    norms: tuple[Buffer | None, ...]
+    qkv: NativeProduct
+    output: NativeProduct
+    gate_up: NativeProduct
+    down: NativeProduct
+
+    @property
+    def products(self) -> tuple[NativeProduct, ...]:
+        """All four."""
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeEmbedding:
+    """Token embeddings: values of a float format, row by row, or in the tiles of the output head; `stride`: values of a row."""
+
+    format: str
+    table: Buffer
+    tiled: bool
+    stride: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeModel:
+    """A whole model. `frequencies`: for each kind of rotary embedding, in the order in which the layers first have it, fp32 radians per position `[head_dim / 2]`."""
+
+    spec: ModelSpec
+    frequencies: tuple[Buffer, ...]
+    layers: tuple[NativeLayer, ...]
+    norm: Buffer
+    embedding: NativeEmbedding
+    head: NativeProduct
+
+    def products(self) -> list[NativeProduct]:
+        """Every product, the output head last."""
+        return [*(p for layer in self.layers for p in layer.products), self.head]
+
+    def kernels(self) -> dict[str, int]:
+        """How many products each kernel runs."""
+        return dict(Counter(p.kernel for p in self.products()))
+
+    def nbytes(self) -> int:
+        """Bytes of all products' weights as their kernels read them: what a step reads, whatever its batch."""
+        return sum(part.nbytes for product in self.products() for part in product.parts)

@@ -1,0 +1,99 @@
+"""What the runtime needs of a model: from the cache of packed weights, where it imports neither torch nor transformers, or from the model's files, and then into the cache."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qforge.errors import ModelError
+from qforge.models.locate import locate, model_folder
+from qforge.runtime import packed_cache
+from qforge.runtime.native_model import NativeModel
+from qforge.runtime.packed_file import PackedModel
+from qforge.runtime.tokenizer import PlainTokenizer, Tokenizer, plain
+from qforge.types import ModelSpec
+
+if TYPE_CHECKING:
+    from qforge.models.model import Model
+    from qforge.runtime.weights import Weights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Opened:
+    """A model to be run.
+
+    Attributes:
+        source: as the user wrote it.
+        weights: for the native decoder; for the reference where there is no native module.
+        end_ids: tokens that end a continuation.
+        tokenizer: makes it, or gives the one that was made.
+    """
+
+    source: str
+    weights: NativeModel | Weights
+    end_ids: frozenset[int]
+    tokenizer: Callable[[], Tokenizer]
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model as data."""
+        return self.weights.spec
+
+
+def open_source(source: str, activations: str = "fp", threads: int | None = None) -> Opened:
+    """What a source names (see `open_model`), packed.
+
+    Raises:
+        ModelError: it cannot be read.
+        UnsupportedError: the runtime does not list its family.
+    """
+    entry = packed_cache.entry(model_folder(locate(source, Path("."))), activations)
+    kept = None if entry is None else entry.read(threads)
+    if kept is not None:
+        tokenizer = functools.partial(PlainTokenizer, kept.tokenizer.tobytes(), kept.chat_template, kept.special_tokens)
+        return Opened(source, kept.model, kept.end_ids, functools.cache(tokenizer))
+    from qforge.models.model import open_model
+
+    opened = of_model(open_model(source), activations, threads)
+    packed = None if entry is None else _packed(entry.key, opened)
+    if entry is not None and packed is not None:
+        entry.write(packed, threads)
+    return opened
+
+
+def of_model(model: Model, activations: str = "fp", threads: int | None = None) -> Opened:
+    """The same of an opened model; it is not kept, since nothing says what its tensors were made of."""
+    from qforge.runtime.loader import load
+
+    return Opened(model.source, load(model, threads, activations), _end_ids(model.assets, model.config), functools.cache(model.tokenizer))
+
+
+def _packed(key: str, opened: Opened) -> PackedModel | None:
+    """None where a start without torch and transformers could not do the same."""
+    model = opened.weights
+    if not isinstance(model, NativeModel) or any(part.weight is None or part.elsewhere is not None for product in model.products() for part in product.parts):
+        return None
+    tokenizer = plain(opened.tokenizer())
+    if tokenizer is None:
+        return None
+    return PackedModel(key, model, opened.end_ids, np.frombuffer(tokenizer.serialized, np.uint8), tokenizer.chat_template, tokenizer.special_tokens)
+
+
+def _end_ids(assets: Path, config: Any) -> frozenset[int]:
+    """Those of generation_config.json, else of the config; both write a number or a list."""
+    found: Any = None
+    path = assets / "generation_config.json"
+    if path.exists():
+        try:
+            found = json.loads(path.read_text()).get("eos_token_id")
+        except (ValueError, AttributeError) as e:
+            raise ModelError(f"{path} is not valid JSON with an object in it; repair or remove it") from e
+    if found is None:
+        found = getattr(config, "eos_token_id", None)
+    return frozenset([] if found is None else [found] if isinstance(found, int) else found)

@@ -1,0 +1,151 @@
+"""A packed model as one file that is mapped: 16 bytes of mark and checksum, the length of a JSON header, the header, and buffers that start at multiples of 64 bytes.
+
+The checksum covers all that follows it, so that what was cut short, overwritten or written by something else is never used.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qforge.ops.native_module import context
+from qforge.ops.native_weight import Buffer, NativeWeight, address
+from qforge.runtime.native_model import NativeEmbedding, NativeLayer, NativeModel, NativePart, NativeProduct
+from qforge.types import ModelSpec, RopeSpec
+
+_MARK = b"QFPACK\r\n"
+_START = 24  # mark, checksum, length of the header
+_ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedModel:
+    """What one file holds: the model, and what its text needs.
+
+    Attributes:
+        key: what the file was made of.
+        tokenizer: see `PlainTokenizer`, as `chat_template` and `special_tokens`.
+    """
+
+    key: str
+    model: NativeModel
+    end_ids: frozenset[int]
+    tokenizer: Buffer
+    chat_template: str | None
+    special_tokens: dict[str, str]
+
+
+def write(path: Path, packed: PackedModel, threads: int | None = None) -> None:
+    """Write the file as it stands; the caller renames it.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    buffers: dict[tuple[int, int], tuple[int, Buffer]] = {}
+    header = json.dumps(_told(packed, buffers)).encode()
+    first = -(-(_START + len(header)) // _ALIGN) * _ALIGN
+    size = first + sum(-(-b.nbytes // _ALIGN) * _ALIGN for _, b in buffers.values())
+    with open(path, "wb+") as f:
+        f.write(_MARK + bytes(8) + len(header).to_bytes(8, "little") + header)
+        for offset, buffer in buffers.values():
+            f.seek(first + offset)
+            f.write(buffer.data)
+        f.truncate(size)
+        f.flush()
+        checksum = _checksum(_mapped(f.fileno()), threads)
+        f.seek(8)
+        f.write(checksum)
+
+
+def read(path: Path, key: str, threads: int | None = None) -> PackedModel | None:
+    """Map a file; None where it is not there, is damaged, or is not the one that was asked for."""
+    try:
+        with open(path, "rb") as f:
+            whole = _mapped(f.fileno())
+    except (OSError, ValueError):  # ValueError: the file is empty
+        return None
+    if len(whole) < _START or len(whole) % _ALIGN or bytes(whole[:8]) != _MARK or bytes(whole[8:16]) != _checksum(whole, threads):
+        return None
+    length = int.from_bytes(bytes(whole[16:_START]), "little")
+    first = -(-(_START + length) // _ALIGN) * _ALIGN
+    told = json.loads(bytes(whole[_START : _START + length]))
+    return _built(told, whole[first:]) if told["key"] == key else None
+
+
+def _mapped(file: int) -> Buffer:
+    return np.frombuffer(mmap.mmap(file, 0, access=mmap.ACCESS_READ), np.uint8)
+
+
+def _checksum(whole: Buffer, threads: int | None) -> bytes:
+    return int(context(threads).checksum(address(whole) + 16, len(whole) - 16)).to_bytes(8, "little")
+
+
+def _told(packed: PackedModel, buffers: dict[tuple[int, int], tuple[int, Buffer]]) -> dict[str, Any]:
+    """The header: fields as they are, and a buffer as its place and size. Buffers that several share are kept once."""
+    end = 0
+
+    def place(b: Buffer | None) -> list[int] | None:
+        nonlocal end
+        if b is None:
+            return None
+        at = (address(b), b.nbytes)
+        if at not in buffers:
+            buffers[at] = (end, b)
+            end += -(-b.nbytes // _ALIGN) * _ALIGN
+        return [buffers[at][0], b.nbytes]
+
+    def product(p: NativeProduct) -> list[Any]:
+        return [p.kernel, [part(x) for x in p.parts]]
+
+    def part(p: NativePart) -> list[Any]:
+        assert p.weight is not None
+        assert p.elsewhere is None
+        w = p.weight
+        sizes = [w.format, w.out_features, w.in_features, w.blocks, w.block_k, w.run, w.activations]
+        return [p.out_features, p.in_features, p.arithmetic, p.static_scale, sizes, [place(b) for b in (w.codes, w.scales, w.zeros, w.book, w.bias, w.gather)]]
+
+    model, e = packed.model, packed.model.embedding
+    return {
+        "key": packed.key, "spec": asdict(model.spec), "frequencies": [place(f) for f in model.frequencies], "norm": place(model.norm), "head": product(model.head),
+        "layers": [[[place(n) for n in layer.norms], *(product(p) for p in layer.products)] for layer in model.layers],
+        "embedding": [e.format, place(e.table), e.tiled, e.stride], "end_ids": sorted(packed.end_ids), "tokenizer": place(packed.tokenizer),
+        "chat_template": packed.chat_template, "special_tokens": packed.special_tokens,
+    }  # fmt: skip
+
+
+def _built(told: dict[str, Any], room: Buffer) -> PackedModel:
+    def maybe(at: list[int] | None) -> Buffer | None:
+        return None if at is None else room[at[0] : at[0] + at[1]]
+
+    def product(p: list[Any]) -> NativeProduct:
+        return NativeProduct(p[0], tuple(_part(x, maybe) for x in p[1]))
+
+    def sure(at: list[int]) -> Buffer:
+        return room[at[0] : at[0] + at[1]]
+
+    layers = tuple(NativeLayer(tuple(maybe(n) for n in norms), *(product(p) for p in products)) for norms, *products in told["layers"])
+    name, table, tiled, stride = told["embedding"]
+    model = NativeModel(
+        _spec(told["spec"]), tuple(sure(f) for f in told["frequencies"]), layers, sure(told["norm"]), NativeEmbedding(name, sure(table), tiled, stride), product(told["head"])
+    )
+    return PackedModel(told["key"], model, frozenset(told["end_ids"]), sure(told["tokenizer"]), told["chat_template"], told["special_tokens"])
+
+
+def _part(told: list[Any], buffer: Callable[[list[int] | None], Buffer | None]) -> NativePart:
+    out_features, in_features, arithmetic, static_scale, sizes, places = told
+    codes, scales, zeros, book, bias, gather = (buffer(at) for at in places)
+    assert codes is not None
+    name, columns, inputs, blocks, block_k, run, activations = sizes
+    weight = NativeWeight(name, columns, inputs, blocks, block_k, run, activations, codes, scales, zeros, book, bias, gather)
+    return NativePart(out_features, in_features, weight, arithmetic, static_scale)
+
+
+def _spec(told: dict[str, Any]) -> ModelSpec:
+    ropes = tuple(RopeSpec(r["theta"], r["kind"], tuple((n, v) for n, v in r["parameters"])) for r in told["layer_ropes"])
+    return ModelSpec(**{**told, "layer_windows": tuple(told["layer_windows"]), "layer_ropes": ropes})

@@ -1,0 +1,128 @@
+"""Text to tokens and back, without transformers: what the runtime asks of a tokenizer, and one that a cached model keeps."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+_SAMPLES = (
+    "The small mill stands by the river, isn't it?",
+    " two  spaces\n\ttab\r\nand 12345.678",
+    "żółw 東京 🙂 \u200d e\u0301",
+    "<s></s> [INST] <|im_start|>user\nhi<|im_end|>",
+    "def f(x):\n    return x ** 2\n",
+)
+_CHATS: tuple[list[dict[str, str]], ...] = (
+    [{"role": "user", "content": "Hello {{ there }}?"}],
+    [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "a\n"}, {"role": "assistant", "content": "<think>b</think>c"}, {"role": "user", "content": "d"}],
+)
+
+
+class Tokenizer(Protocol):
+    """What transformers' tokenizers and `PlainTokenizer` share."""
+
+    chat_template: Any
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of a text."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> Any:
+        """Text of tokens."""
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool) -> Any:
+        """The text of a conversation."""
+
+
+class PlainTokenizer:
+    """The part of transformers' fast tokenizers that the runtime uses.
+
+    Args:
+        serialized: what `tokenizers` makes of a tokenizer (JSON, UTF-8).
+        chat_template: Jinja, or None.
+        special_tokens: names that templates may use (`bos_token`, ...).
+    """
+
+    def __init__(self, serialized: bytes, chat_template: str | None, special_tokens: dict[str, str]) -> None:
+        from tokenizers import Tokenizer as Fast
+
+        self.serialized, self.chat_template, self.special_tokens = serialized, chat_template, special_tokens
+        self._fast = Fast.from_buffer(serialized)
+        self._fast.no_truncation()
+        self._fast.no_padding()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """See `Tokenizer.encode`."""
+        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool = False) -> str:
+        """See `Tokenizer.decode`."""
+        assert not clean_up_tokenization_spaces
+        return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], *, tokenize: bool = False, add_generation_prompt: bool = False) -> str:
+        """The text; raises what Jinja or the template raises."""
+        assert not tokenize
+        assert self.chat_template is not None
+        text = _compiled(self.chat_template).render(messages=conversation, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self.special_tokens)
+        return str(text)
+
+
+def plain(tokenizer: Any) -> PlainTokenizer | None:
+    """transformers' tokenizer as a plain one; None where that would not do the same (a slow one, several templates, or samples come out otherwise)."""
+    fast, template = getattr(tokenizer, "backend_tokenizer", None), tokenizer.chat_template
+    if fast is None or not (template is None or isinstance(template, str)):
+        return None
+    found = PlainTokenizer(fast.to_str().encode(), template or None, {name: str(value) for name, value in tokenizer.special_tokens_map.items()})
+    same = all(_outcome(found, s) == _outcome(tokenizer, s) for s in _SAMPLES) and (not template or all(_chat(found, c) == _chat(tokenizer, c) for c in _CHATS))
+    return found if same else None
+
+
+def _outcome(tokenizer: Tokenizer, text: str) -> tuple[Any, ...]:
+    ids = [tokenizer.encode(text, add_special_tokens=special) for special in (True, False)]
+    return *ids, *(tokenizer.decode(ids[0], skip_special_tokens=skip, clean_up_tokenization_spaces=False) for skip in (True, False))
+
+
+def _chat(tokenizer: Tokenizer, conversation: list[dict[str, str]]) -> str | None:
+    """None where the template refuses it."""
+    try:
+        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+    except Exception:  # whatever a template's own code raises
+        return None
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(template: str) -> Any:
+    """A template in the environment that Hugging Face describes for them: sandboxed, with `raise_exception`, `strftime_now`, loop controls and JSON that keeps Unicode."""
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks what a model said; for a prompt it is plain text."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Sequence[str] | None = None, sort_keys: bool = False) -> str:
+        pair = None if separators is None else (separators[0], separators[1])
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
+
+    def now(form: str) -> str:
+        import datetime
+
+        return datetime.datetime.now().strftime(form)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment.filters["tojson"] = to_json
+    environment.globals |= {"raise_exception": refuse, "strftime_now": now}
+    return environment.from_string(template)

@@ -16,6 +16,7 @@ READY := .venv/.qforge-packages
 NATIVE := .venv/.qforge-native
 BUILT := .venv/.qforge-built
 GPU := .venv/gpu
+EVAL := .venv/eval
 KERNELS := CMakeLists.txt $(wildcard kernels/*/*.* kernels/*/*/*.*)
 
 .PHONY: setup demo test test-slow check bench docs engines clean
@@ -43,9 +44,10 @@ test: setup $(GPU)
 	$(PYTEST)
 	$(GPU)/bin/python -m pytest tests/unit/ops/test_ops_triton.py
 
-test-slow: setup $(GPU)
+test-slow: setup $(GPU) $(EVAL)
 	$(PYTEST) -m 'slow and not gpu'
 	$(GPU)/bin/python -m pytest -m slow tests/unit/ops/test_ops_triton.py
+	$(EVAL)/bin/python -m pytest -m slow tests/flow/test_flow_tasks.py
 
 # What .venv has, and triton: installed there it would be imported, and held in memory, by transformers.
 $(GPU): $(READY)
@@ -53,6 +55,13 @@ $(GPU): $(READY)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$($(GPU)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	$(GPU)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) --no-deps 'triton>=3.9,<3.10'
 	@touch $(GPU)
+
+# What .venv has, and lm-eval with the forty packages that it brings: none of them is the library's.
+$(EVAL): $(READY)
+	$(PYTHON) -m venv $(EVAL)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$($(EVAL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(EVAL)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(TORCH) 'lm-eval>=0.4.13,<0.4.14' 'datasets>=4,<6'
+	@touch $(EVAL)
 
 check: setup
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ from tables import filled
 from qforge.cli.main import VERBS, cli
 
 PAGE = Path(__file__).resolve().parent / "cli.md"
-RESULTS, COMPARISON = (PAGE.with_name(f"{name}.schema.json") for name in ("results", "comparison"))
+RESULTS, COMPARISON, SWEEP = (PAGE.with_name(f"{name}.schema.json") for name in ("results", "comparison", "sweep"))
 README, EXPORTS = PAGE.parent.parent / "README.md", PAGE.with_name("exports.md")
 HEAD = """# Command line
 
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     """Write or check the pages."""
     late = 0
     tables = ((README, filled(README.read_text())), (EXPORTS, export_table.filled(EXPORTS.read_text())))
-    pages = ((PAGE, page()), (RESULTS, schemas.results()), (COMPARISON, schemas.comparison()), *tables)
+    pages = ((PAGE, page()), (RESULTS, schemas.results()), (COMPARISON, schemas.comparison()), (SWEEP, schemas.sweep()), *tables)
     for path, text in pages:
         current = path.exists() and path.read_text() == text
         if "--check" in arguments:

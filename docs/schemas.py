@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from qforge.evaluate.compare import Comparison
+from qforge.search.sweep import Sweep
 from qforge.types import Results
 
 _INTERVAL = {"anyOf": [{"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}, {"type": "null"}]}
@@ -31,6 +32,11 @@ def results() -> str:
 def comparison() -> str:
     """The text of comparison.schema.json."""
     return _text(_closed(TypeAdapter(Comparison).json_schema()), "comparison")
+
+
+def sweep() -> str:
+    """The text of sweep.schema.json."""
+    return _text(_closed(TypeAdapter(Sweep).json_schema()), "sweep")
 
 
 def _closed(schema: Any) -> Any:

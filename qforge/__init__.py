@@ -21,14 +21,16 @@ _HOME = {
     "export": "qforge.pipeline",
     "load_recipe": "qforge.recipe",
     "quantize": "qforge.pipeline",
+    "sweep": "qforge.search.sweep",
 }
-__all__ = ["LLM", "QforgeError", "Results", "SamplingParams", "evaluate", "export", "load_recipe", "quantize"]
+__all__ = ["LLM", "QforgeError", "Results", "SamplingParams", "evaluate", "export", "load_recipe", "quantize", "sweep"]
 
 if TYPE_CHECKING:
     from qforge.errors import QforgeError
     from qforge.pipeline import evaluate, export, quantize
     from qforge.recipe import load_recipe
     from qforge.runtime import LLM, SamplingParams
+    from qforge.search.sweep import sweep
     from qforge.types import Results
 
 

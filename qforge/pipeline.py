@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from qforge import report
-from qforge.errors import OutputError
+from qforge.errors import OutputError, RecipeError
 from qforge.evaluate import power
 from qforge.files import LOCK, lock, readable_errors, write_text
 from qforge.models.blocks import BlockModel
@@ -22,7 +22,7 @@ from qforge.plan import Plan, make_plan
 from qforge.progress import SILENT, Progress
 from qforge.recipe import Recipe, load_recipe
 from qforge.stages import artifact as artifacts
-from qforge.stages import auto, evidence, exports, outcome
+from qforge.stages import auto, evidence, exports, outcome, tasks
 from qforge.stages.auto import Choice
 from qforge.stages.candidates import DEFAULT, Candidates, candidates
 from qforge.stages.estimates import Estimate, activation_budget, estimate
@@ -66,7 +66,9 @@ def plan(recipe: Recipe | str | Path, *, out: str | Path | None = None, override
     return recipe, planned, _estimate(recipe, planned, blocks, texts)
 
 
-def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, overrides: Sequence[str] = (), fresh: bool = False, progress: Progress = SILENT) -> Results:
+def quantize(
+    recipe: Recipe | str | Path, *, out: str | Path | None = None, overrides: Sequence[str] = (), fresh: bool = False, progress: Progress = SILENT, shared: Path | None = None
+) -> Results:  # fmt: skip
     """Run a recipe.
 
     Args:
@@ -75,6 +77,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
         overrides: `key.path=value`, as `--set`.
         fresh: forget finished work first.
         progress: told what is going on.
+        shared: a folder of finished pieces that several runs use, each of which finds there what another computed (a sweep's); the run's own unless given.
 
     Returns:
         What results.json says; `Results.passed` is False when a gate failed.
@@ -98,7 +101,7 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
         _refuse_foreign(out, recipe)
     with lock(out):
         _start(out, planned, fresh)
-        journal = Journal(out / "work")
+        journal = Journal(shared or out / "work")
         with meter.stage("texts"):
             texts = gather_texts(recipe, model, planned, journal)
         for note in (*planned.notes, *texts.notes, *_promised(texts.evaluation)):
@@ -122,11 +125,16 @@ def quantize(recipe: Recipe | str | Path, *, out: str | Path | None = None, over
             if recipe.evaluate is not None and texts.evaluation is not None:
                 with meter.stage("evaluate"):
                     hashes = {"merged": model_sha256, "artifact": written["sha256"]}
-                    evaluation = evidence.measure_artifact(recipe.evaluate.engine, recipe.run.activations, base, merged, artifact, hashes, texts.evaluation, journal, progress)
+                    evaluation = evidence.measure_artifact(
+                        recipe.evaluate.engine, recipe.run.activations, base, merged, artifact, hashes, texts.evaluation, journal, progress, shared=shared is not None
+                    )  # fmt: skip
             second = None if chooser is None or choice is None else chooser.second(choice, evaluation)
             if second is None:
                 break
             choice = second
+        if recipe.evaluate is not None and evaluation is not None and recipe.evaluate.tasks:
+            with meter.stage("tasks"):
+                evaluation = tasks.scored(recipe, merged, artifact, evaluation, journal, progress)
         with meter.stage("export"):
             made = exports.make(recipe, artifact, written["sha256"], skipped, evaluation, texts, out, journal, progress)
         with meter.stage("verify"):
@@ -220,7 +228,10 @@ def _tokens(recipe: Recipe, planned: Plan, texts: Texts) -> tuple[int, int]:
 
 
 def _loaded(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
-    return recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe), overrides)
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe), overrides)
+    if recipe.sweep is not None:
+        raise RecipeError("this recipe has a sweep, which is several runs: qforge.sweep(recipe) makes them all; --set sweep=null makes the recipe itself one run")
+    return recipe
 
 
 def _open(recipe: Recipe) -> tuple[Model, Model, Model]:

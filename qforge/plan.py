@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from qforge.engines import tasks
 from qforge.errors import MissingCapabilityError, RecipeError, UnsupportedError
 from qforge.layouts import checkpoint
 from qforge.layouts.compressed_tensors_config import experts_problem
@@ -125,8 +126,7 @@ def _refuse_unavailable(recipe: Recipe, model: Model) -> None:
     unrun = "evaluate.engine is transformers" if recipe.evaluate is not None and recipe.evaluate.engine == "transformers" else supports(model.spec)
     if run.activations != "fp" and unrun is not None:
         raise UnsupportedError(f"run.activations: {run.activations} is for the built-in runtime, but {unrun}; use activations: fp")
-    if recipe.evaluate is not None and recipe.evaluate.tasks:
-        raise UnsupportedError("evaluate.tasks is not available yet; leave it out")
+    tasks.check(() if recipe.evaluate is None else recipe.evaluate.tasks)
 
 
 def _layers(recipe: Recipe, model: Model, blocks: BlockModel, quantizer: Quantizer | None, chosen: Mapping[str, Scheme]) -> tuple[tuple[LayerPlan, ...], list[str]]:

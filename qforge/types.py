@@ -133,6 +133,30 @@ class WorstToken:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskMetric:
+    """One metric of a task for both models; its paired `difference` (candidate - reference) with an interval that resamples questions, and how many answers flipped.
+
+    `lost`: questions that only the reference answered rightly; `gained`: only the candidate. None, as is the difference, for a metric that is not right or wrong.
+    """
+
+    reference: float
+    candidate: float
+    difference: float | None = None
+    difference_ci95: tuple[float, float] | None = None
+    lost: int | None = None
+    gained: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """A task's metrics by name, how many questions it has, and the protocol: lm-eval's version, the task's, examples shown, BOS, chat template, engines."""
+
+    questions: int
+    metrics: dict[str, TaskMetric]
+    protocol: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
     """One model (candidate) on one text, beside another (reference) if there is one. Perplexity protocol: `protocol`, in words and numbers.
 
@@ -172,7 +196,7 @@ class Evaluation:
     worst_tokens: list[WorstToken] = field(default_factory=list)
     power: dict[str, float] = field(default_factory=dict)
     base: dict[str, Any] | None = None
-    tasks: dict[str, Any] = field(default_factory=dict)
+    tasks: dict[str, TaskResult] = field(default_factory=dict)
     reference_engine: str | None = None
 
 

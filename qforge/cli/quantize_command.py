@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 
-@click.command("quantize", help="Merge, quantize, export, check and report, by recipe. Run it again to resume.")
+@click.command("quantize", help="Merge, quantize, export, check and report, by recipe; all its variants where it has a sweep. Run it again to resume.")
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), required=True, help="The recipe (YAML).")
 @click.option("--set", "overrides", multiple=True, metavar="KEY.PATH=VALUE", help="Change a field of the recipe; repeatable.")
 @click.option("--out", type=click.Path(path_type=Path), help="Output folder; runs/<recipe name> unless given.")
@@ -19,14 +19,18 @@ def command(recipe_file: Path, overrides: tuple[str, ...], out: Path | None, fre
     from qforge import pipeline
     from qforge.cli.output import print_plan, print_results
     from qforge.cli.progress import TerminalProgress
-    from qforge.recipe import load_recipe
+    from qforge.recipe import load_members, load_recipe
     from qforge.search import explain
 
+    recipe = load_recipe(recipe_file, overrides)
     if dry_run:
-        print_plan(*pipeline.plan(recipe_file, out=out, overrides=overrides))
+        for one in [recipe] if recipe.sweep is None else load_members(recipe_file, overrides):
+            click.echo(f"variant {one.name}" if recipe.sweep is not None else "", nl=recipe.sweep is not None)
+            print_plan(*pipeline.plan(one, out=out))
         return
+    if recipe.sweep is not None:
+        sys.exit(_sweep(recipe_file, overrides, out, fresh))
     with TerminalProgress() as progress:
-        recipe = load_recipe(recipe_file, overrides)
         folder = out if out is not None else Path("runs") / recipe.name
         results = pipeline.quantize(recipe, out=folder, fresh=fresh, progress=progress)
         if explain.wanted(results):
@@ -34,3 +38,18 @@ def command(recipe_file: Path, overrides: tuple[str, ...], out: Path | None, fre
             results = explain.explain(recipe, results, folder)
     print_results(results, folder)
     sys.exit(0 if results.passed else 1)
+
+
+def _sweep(recipe_file: Path, overrides: tuple[str, ...], out: Path | None, fresh: bool) -> int:
+    """Run all variants and print their table; the exit code."""
+    import json
+
+    from qforge.cli.progress import TerminalProgress
+    from qforge.report import sweep as words
+    from qforge.search.sweep import sweep
+
+    with TerminalProgress() as progress:
+        made = sweep(recipe_file, out=out, overrides=overrides, fresh=fresh, progress=progress)
+    click.echo("\n".join(words.text(json.loads(made.to_json()))))
+    click.echo(f"report: {(out or Path('runs') / made.recipe) / 'sweep.md'}")
+    return made.exit_code

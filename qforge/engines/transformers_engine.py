@@ -9,7 +9,7 @@ Letters: D hidden width, T tokens of a window, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -33,11 +33,14 @@ class TransformersEngine:
 
     def score(self, windows: list[list[int]]) -> Iterator[torch.Tensor]:
         """See `Scorer.score`."""
-        hidden = self.hidden(windows)
+        kept = self._states(windows)
         with self._blocks.head() as logits:
-            for states in hidden:
+            for states in kept:
                 for start, stop in chunks(states.shape[0]):
                     yield logits(states[start:stop])
+
+    def _states(self, windows: list[list[int]]) -> Iterable[torch.Tensor]:
+        return self.hidden(windows)
 
     def hidden(self, windows: list[list[int]], done: Callable[[int], None] = lambda block: None) -> list[torch.Tensor]:
         """Hidden states `[T, D]` fp32 after the last block, one tensor a window; `done` is told of every finished block."""

@@ -12,6 +12,8 @@ from pydantic_core import ErrorDetails
 from qforge.errors import RecipeError
 from qforge.recipe.messages import describe, field_of
 from qforge.recipe.model import Recipe
+from qforge.recipe.sweep import members
+from qforge.recipe.sweep import overrides as texts
 from qforge.recipe.yaml_tree import YamlTree, parse_yaml
 
 _MAX_BYTES = 1 << 20
@@ -38,6 +40,24 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         changed[_apply(data, override)] = override
     return validate(data, path, tree, changed).at(path.parent, path.stem)
+
+
+def load_members(path: str | Path, overrides: Sequence[str] = ()) -> list[Recipe]:
+    """Read the variants of a recipe file with a `sweep`, each a recipe of its own (`Recipe.name` is the variant's), in the order of the file.
+
+    Raises:
+        RecipeError: the file has no `sweep`, or a variant is not a valid recipe.
+    """
+    section = load_recipe(path, overrides).sweep
+    if section is None:
+        raise RecipeError(f"{path} has no sweep: it is one recipe")
+    found = []
+    for name, changes in members(section):
+        try:
+            found.append(load_recipe(path, [*overrides, "sweep=null", *texts(changes)]).at(Path(path).parent, name))
+        except RecipeError as e:
+            raise RecipeError(f"{path}: sweep, variant {name}: {str(e).replace('--set ', '')}") from e
+    return found
 
 
 def _read(path: Path) -> str:

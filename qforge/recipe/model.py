@@ -10,101 +10,19 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    PrivateAttr,
-    Strict,
-    ValidationInfo,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
-from qforge.errors import RecipeError
-from qforge.recipe.limits import EVALUATED, FIGURES, parse_budget, parse_limit, parse_size
-from qforge.scheme import PRESETS, Scheme, parse
+from qforge.recipe.fields import METHODS, TRANSFORMS, BudgetText, Bytes, Limit, Listed, MethodList, SchemeText, Section, Text
+from qforge.recipe.limits import EVALUATED, FIGURES
+from qforge.recipe.sweep import SweepSection
 
-METHODS = ("none", "rtn", "gptq", "awq", "smoothquant", "rotate", "fp8", "nf4", "signround", "auto")
-TRANSFORMS = ("awq", "smoothquant", "rotate")
+__all__ = ["FORMATS", "METHODS", "TRANSFORMS", "Recipe", "json_schema"]
+
 FORMATS = ("gguf", "gptq", "awq", "bitsandbytes", "onnx", "tensorrt", "trtllm", "openvino", "mlx", "ascend", "triton")
 _IMPLIED_SCHEMES = {"fp8": "fp8-dynamic", "nf4": "nf4"}
 
 
-def _scheme(value: Any) -> Scheme:
-    if isinstance(value, Scheme):
-        return value
-    if not isinstance(value, str):
-        raise ValueError(f"a scheme is a text such as int4-g64-sym, int8-channel-sym, or a preset ({', '.join(PRESETS)})")
-    try:
-        return parse(value)
-    except RecipeError as e:
-        raise ValueError(str(e)) from e
-
-
-def _methods(value: Any) -> tuple[str, ...]:
-    names = (value,) if isinstance(value, str) else value
-    if not isinstance(names, list | tuple) or not names or not all(isinstance(n, str) for n in names):
-        raise ValueError(f"a method is one of {', '.join(METHODS)}, or a list such as [awq, gptq]")
-    for name in names:
-        if name not in METHODS:
-            raise ValueError(f"unknown method '{name}'; known methods: {', '.join(METHODS)}")
-    for name in names[:-1]:
-        if name not in TRANSFORMS:
-            raise ValueError(f"'{name}' cannot come before another method; these can: {', '.join(TRANSFORMS)} (for example [awq, gptq])")
-    if "rotate" in names[1:]:
-        raise ValueError("rotate turns the model before anything else is measured, so it comes first (for example [rotate, smoothquant, gptq])")
-    if len(set(names)) != len(names) or (len(names) > 1 and names[-1] in ("none", "auto")):
-        raise ValueError("a list of methods names each method once, and neither none nor auto")
-    return tuple(names)
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    size = parse_size(value) if isinstance(value, str) else 0
-    if not size:
-        raise ValueError("a memory limit is a size such as 8GiB or 512MiB, or a number of bytes")
-    return size
-
-
-def _limit(value: str) -> str:
-    parse_limit(value)
-    return value
-
-
-def _budget(value: str) -> str:
-    parse_budget(value)
-    return value
-
-
-_SCHEME_SCHEMA = {"type": "string", "examples": ["int4-g64-sym", "int4-g128-asym", "int8-channel-sym", *PRESETS]}
-_METHOD_SCHEMA = {"anyOf": [{"enum": list(METHODS)}, {"type": "array", "items": {"enum": list(METHODS)}, "minItems": 1, "uniqueItems": True}]}
-SchemeText = Annotated[Scheme, PlainValidator(_scheme), PlainSerializer(str, return_type=str), WithJsonSchema(_SCHEME_SCHEMA)]
-MethodList = Annotated[
-    tuple[str, ...],
-    PlainValidator(_methods),
-    PlainSerializer(lambda names: names[0] if len(names) == 1 else list(names)),
-    WithJsonSchema(_METHOD_SCHEMA),
-]
-Bytes = Annotated[int, PlainValidator(_bytes), WithJsonSchema({"type": ["string", "integer"], "examples": ["8GiB", "512MiB"]})]
-Limit = Annotated[str, BeforeValidator(lambda v: _limit(v) if isinstance(v, str) else v), WithJsonSchema({"type": "string", "examples": ["<= 1.30", ">= 0.70"]})]
-BudgetText = Annotated[
-    str, BeforeValidator(lambda v: _budget(v) if isinstance(v, str) else v), WithJsonSchema({"type": "string", "examples": ["4.5 bits", "110 MB", "kl <= 0.05"]})
-]
-Listed = Strict(False)  # a YAML list may fill a tuple; its items stay strict
-Text = Annotated[str, Field(min_length=1)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class ModelSection(_Section):
+class ModelSection(Section):
     """Where the base model comes from."""
 
     source: Text = Field(
@@ -116,14 +34,14 @@ class ModelSection(_Section):
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model. Leave it off unless you have read that code.")
 
 
-class AdapterSection(_Section):
+class AdapterSection(Section):
     """One LoRA adapter, merged into the base before anything else."""
 
     source: Text = Field(description="Folder or hub id of a peft adapter.")
     weight: float = Field(1.0, description="Factor on the adapter's change of the weights.")
 
 
-class CalibrationSection(_Section):
+class CalibrationSection(Section):
     """The text that calibrated methods, and exports that quantize anew, see. It never overlaps the evaluation text."""
 
     source: Text = Field("builtin", description="builtin, generated (the model writes its own), a .txt or .jsonl file, or a hub data set.")
@@ -132,14 +50,14 @@ class CalibrationSection(_Section):
     seed: int = Field(0, ge=0, description="Seed of the choice of sequences.")
 
 
-class OverrideSection(_Section):
+class OverrideSection(Section):
     """Another scheme for the layers whose name matches."""
 
     match: Text = Field(description="Pattern of layer names, as in a shell: *.down_proj. One that matches nothing is an error.", examples=["*.down_proj"])
     scheme: SchemeText = Field(description="Scheme of these layers.")
 
 
-class OptionsSection(_Section):
+class OptionsSection(Section):
     """How a method works, where its defaults do not fit."""
 
     damping: float = Field(0.2, gt=0, le=1, description="GPTQ: share of the Hessian's mean diagonal that is added to its diagonal.")
@@ -164,7 +82,7 @@ class OptionsSection(_Section):
     )
 
 
-class QuantizeSection(_Section):
+class QuantizeSection(Section):
     """Method and scheme."""
 
     method: MethodList = Field(description="none merges, converts and evaluates without quantizing; transforms combine: [awq, gptq].")
@@ -206,7 +124,7 @@ class QuantizeSection(_Section):
         return self
 
 
-class ExportSection(_Section):
+class ExportSection(Section):
     """One more format of the same quantized model."""
 
     format: Literal[FORMATS] = Field(description="Format to write.")  # type: ignore[valid-type]
@@ -214,24 +132,26 @@ class ExportSection(_Section):
     optional: bool = Field(False, description="Go on without this export where the machine lacks what it needs.")
 
 
-class EvaluateSection(_Section):
+class EvaluateSection(Section):
     """How the quantized model is compared with the original."""
 
     text: Text = Field("builtin", description="builtin, a .txt or .jsonl file, or a hub data set.")
     window: int = Field(2048, ge=2, description="Tokens in a window; capped at the model's context.")
     against: Literal["original"] = Field("original", description="The reference: the merged, unquantized model.")
     engine: Literal["auto", "runtime", "transformers"] = Field("auto", description="What computes the figures; auto takes our runtime where it lists the model's family.")
-    tasks: Annotated[tuple[Text, ...], Listed] = Field((), description="Tasks to score besides the text.")
+    tasks: Annotated[tuple[Text, ...], Listed] = Field(
+        (), description="Tasks to score besides the text, by lm-eval: its names, or builtin (needs no hub). They choose among given answers.", examples=[["builtin"]]
+    )
 
 
-class GateSection(_Section):
+class GateSection(Section):
     """A limit on a figure."""
 
     limit: Limit = Field(description="A comparison with a number, for example <= 1.30.")
     on: Literal["error", "warn", "off"] = Field("error", description="What a miss does: fail the run (exit code 1), only say so, or nothing.")
 
 
-class RunSection(_Section):
+class RunSection(Section):
     """Where and how the work runs."""
 
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field("auto", description="auto, cpu, cuda or cuda:N.")
@@ -241,7 +161,7 @@ class RunSection(_Section):
     activations: Literal["fp", "int16", "int8"] = Field("fp", description="fp: only weights are quantized (accurate); int16 and int8 also round activations on the fly (faster).")
 
 
-class ReportSection(_Section):
+class ReportSection(Section):
     """Which reports are written."""
 
     formats: Annotated[tuple[Literal["json", "markdown", "html", "junit"], ...], Listed] = Field(
@@ -256,7 +176,7 @@ def _gate(value: Any) -> Any:
 _GATE_SCHEMA_DOC = "Limits by figure: a comparison such as '<= 1.30', or {limit: '<= 1.30', on: warn}. Without gates nothing fails."
 
 
-class Recipe(_Section):
+class Recipe(Section):
     """One run: a base model, its adapters, how to quantize, what to export, and what counts as good."""
 
     model_config = ConfigDict(title="qforge recipe")
@@ -270,6 +190,7 @@ class Recipe(_Section):
     gates: dict[Literal[FIGURES], Annotated[GateSection, BeforeValidator(_gate)]] = Field({}, description=_GATE_SCHEMA_DOC)  # type: ignore[valid-type]
     run: RunSection = Field(RunSection(), description="Device, threads and memory.")
     report: ReportSection = Field(ReportSection(), description="Reports to write.")
+    sweep: SweepSection | None = Field(None, description="Variants of this recipe to run together and compare.")
     _folder: Path = PrivateAttr(default_factory=Path)
     _name: str = PrivateAttr("recipe")
 
@@ -295,6 +216,13 @@ class Recipe(_Section):
         if lost:
             raise ValueError(f"nothing measures {', '.join(lost)} because of evaluate: null; remove these gates, or evaluate")
         return gates
+
+    @field_validator("sweep")
+    @classmethod
+    def _sweep_is_measured(cls, sweep: SweepSection | None, info: ValidationInfo) -> SweepSection | None:
+        if sweep is not None and info.data.get("evaluate", ...) is None:
+            raise ValueError("nothing compares the variants because of evaluate: null; evaluate, or remove the sweep")
+        return sweep
 
     @property
     def folder(self) -> Path:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from qforge.report.write import FORMATS, write, write_comparison
+from qforge.report.write import FORMATS, write, write_comparison, write_sweep
 
-__all__ = ["FORMATS", "write", "write_comparison"]
+__all__ = ["FORMATS", "write", "write_comparison", "write_sweep"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from qforge.report import comparison, curves
+from qforge.report import comparison, curves, sweep
 from qforge.report.facts import Facts
 from qforge.report.numbers import number, percent
 from qforge.report.plots import heat_map, histogram, scatter
@@ -45,6 +45,14 @@ def comparison_html(data: Mapping[str, Any]) -> str:
         power=comparison.power(data),
         command=comparison.command(data),
         history=curves.history(data["history"], head),
+    )
+    return text
+
+
+def sweep_html(data: Mapping[str, Any]) -> str:
+    """The text of sweep.html."""
+    text: str = _template("sweep.html.j2").render(
+        data=data, good=sweep.good(data), headline=sweep.headline(data), header=sweep.HEADER, rows=sweep.rows(data), words=sweep.words_of(data), plot=sweep.pareto(data)
     )
     return text
 

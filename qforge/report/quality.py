@@ -37,9 +37,20 @@ def rows(e: Mapping[str, Any], adapters: bool) -> list[Row]:
         if e.get(name) is not None:
             found.append((label, number(e[name]), interval(e.get(f"{name}_ci95"))))
     found += _probabilities(e)
-    for task, value in (e.get("tasks") or {}).items():
-        found.append((f"task {task}", str(value), MISSING))
+    for task, result in (e.get("tasks") or {}).items():
+        found += [_task(task, result["questions"], metric, m) for metric, m in result["metrics"].items()]
     return found
+
+
+def _task(task: str, questions: int, metric: str, m: Mapping[str, Any]) -> Row:
+    """Both models' figures, the answers that flipped, and the interval of the difference."""
+    flips = "" if m["lost"] is None else f" ({questions:,} questions: {m['lost']} lost, {m['gained']} gained)"
+    ends = m["difference_ci95"]
+    return (
+        f"task {task}, {metric}: original / quantized",
+        f"{percent(m['reference'])} / {percent(m['candidate'])}{flips}",
+        MISSING if ends is None else f"difference {_percents(ends, sign=True)}",
+    )
 
 
 def described(e: Mapping[str, Any]) -> str:
@@ -49,6 +60,8 @@ def described(e: Mapping[str, Any]) -> str:
     words = f"{e['tokens']:,} scored tokens; intervals resample {len(e['clusters']):,} {unit}{'s' if len(e['clusters']) != 1 else ''}. Quantized model: {e['engine']}."
     if e.get("reference_engine"):
         words += f" Original: {e['reference_engine']}."
+    for protocol in [t["protocol"] for t in (e.get("tasks") or {}).values()][:1]:
+        words += f" Tasks: lm-eval {protocol['lm_eval']}, chat template not applied, {'a BOS first' if protocol['bos'] else 'no BOS'}."
     if e.get("power"):
         words += f" Two such models would show a difference of perplexity from {percent(e['power']['perplexity_ratio'], 1)} on (in four of five comparisons)."
     return words

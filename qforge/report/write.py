@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from qforge.report import comparison
+from qforge.report import comparison, sweep
 from qforge.report.facts import gather
-from qforge.report.html import comparison_html, html
+from qforge.report.html import comparison_html, html, sweep_html
 from qforge.report.junit import junit
 from qforge.report.markdown import markdown
 
@@ -38,6 +38,15 @@ def write_comparison(written: str, folder: Path) -> list[Path]:
     data = json.loads(written)
     folder.mkdir(parents=True, exist_ok=True)
     texts = {"comparison.json": written, "comparison.md": comparison.markdown(data), "comparison.html": comparison_html(data), "junit.xml": comparison.junit(data)}
+    for name, text in texts.items():
+        _replace(folder / name, text)
+    return [folder / name for name in texts]
+
+
+def write_sweep(written: str, folder: Path) -> list[Path]:
+    """Write a sweep, the text of its JSON object, as sweep.md and sweep.html; return their paths."""
+    data = json.loads(written)
+    texts = {"sweep.md": sweep.markdown(data), "sweep.html": sweep_html(data)}
     for name, text in texts.items():
         _replace(folder / name, text)
     return [folder / name for name in texts]

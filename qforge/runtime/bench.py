@@ -42,6 +42,12 @@ def measure(llm: LLM, activations: str = "fp", bandwidth: float | None = None) -
     }
 
 
+def decode_speed(llm: LLM) -> float | None:
+    """Tokens per second that one sequence gets after (at most) 128 others, by the median step; None where the context has no room for that."""
+    seconds = statistics.median(_decode(llm, 1, min(128, llm.max_context // 2)))
+    return 1 / seconds if seconds > 0 else None
+
+
 def read_bandwidth(threads: int | None = None) -> float | None:
     """Bytes per second that all threads together read from memory, one after the other; the best of some runs. None without the native module."""
     if missing() is not None:

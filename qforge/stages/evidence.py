@@ -17,8 +17,9 @@ from qforge.models.model import Model
 from qforge.progress import Progress
 from qforge.runtime.decoder import supports
 from qforge.stages.journal import Journal, key
+from qforge.stages.reference import KeptReference, base_figures
 from qforge.text.windows import EvaluationWindows
-from qforge.types import Cluster, DeltaP, Evaluation, Flips, Guess, Histogram, PositionBin, WorstToken
+from qforge.types import Cluster, DeltaP, Evaluation, Flips, Guess, Histogram, PositionBin, TaskMetric, TaskResult, WorstToken
 
 
 def engine_for(model: Model, name: str, activations: str = "fp") -> Scorer:
@@ -44,16 +45,18 @@ def engine_for(model: Model, name: str, activations: str = "fp") -> Scorer:
     return RuntimeEngine(model, activations=activations)
 
 
-def measure(candidate: Model, reference: Model | None, windows: EvaluationWindows, engine: str, progress: Progress, activations: str = "fp") -> Evaluation:
-    """Evaluate one model, beside another if there is one; the reference is computed by transformers' code in fp32."""
-    found = evaluate(engine_for(candidate, engine, activations), None if reference is None else TransformersEngine(reference), windows, progress=progress)
+def measure(candidate: Model, reference: Model | Scorer | None, windows: EvaluationWindows, engine: str, progress: Progress, activations: str = "fp") -> Evaluation:
+    """Evaluate one model, beside another if there is one; a reference that is a model is computed by transformers' code in fp32."""
+    scorer = TransformersEngine(reference) if isinstance(reference, Model) else reference
+    found = evaluate(engine_for(candidate, engine, activations), scorer, windows, progress=progress)
     tokenizer = candidate.tokenizer()
     return spelled(found, windows.ids, lambda ids: str(tokenizer.decode(ids)))
 
 
 def measure_artifact(
-    engine: str, activations: str, base: Model, merged: Model, artifact: Model, key_parts: dict[str, Any], windows: EvaluationWindows, journal: Journal, progress: Progress
-) -> Evaluation:
+    engine: str, activations: str, base: Model, merged: Model, artifact: Model, key_parts: dict[str, Any], windows: EvaluationWindows, journal: Journal, progress: Progress,
+    *, shared: bool = False,
+) -> Evaluation:  # fmt: skip
     """The artifact against the merged, unquantized model, the base's own perplexity beside them; kept in the journal.
 
     Args:
@@ -65,15 +68,16 @@ def measure_artifact(
         windows: the text.
         journal: keeps the result.
         progress: is told.
+        shared: other runs with this journal have the same reference, so that it is kept for them.
     """
     name = key("evaluation", form=2, engine=engine, activations=activations, text=windows.sha256, protocol=windows.protocol, **key_parts)
     found = journal.load(name)
     if found is not None:
         return evaluation_from(found[1])
-    evaluation = measure(artifact, merged, windows, engine, progress, activations)
+    reference = KeptReference(merged, windows, journal) if shared else merged
+    evaluation = measure(artifact, reference, windows, engine, progress, activations)
     if merged.adapters:
-        alone = evaluate(TransformersEngine(base), None, windows, progress=progress)
-        evaluation = replace(evaluation, base=alone.candidate)
+        evaluation = replace(evaluation, base=base_figures(base, windows, journal, progress))
     journal.save(name, {"done": torch.ones(1)}, asdict(evaluation))
     return evaluation
 
@@ -83,9 +87,15 @@ def evaluation_from(value: dict[str, Any]) -> Evaluation:
     made = {**_tuples(value), "clusters": [Cluster(**c) for c in value["clusters"]]}
     made["kl_by_position"] = [PositionBin(**b) for b in value["kl_by_position"]]
     made["worst_tokens"] = [_worst_token(w) for w in value["worst_tokens"]]
+    made["tasks"] = {name: task_from(task) for name, task in value["tasks"].items()}
     for name, kind in (("delta_p", DeltaP), ("flips", Flips), ("kl_histogram", Histogram)):
         made[name] = None if value[name] is None else kind(**_tuples(value[name]))
     return Evaluation(**made)
+
+
+def task_from(value: dict[str, Any]) -> TaskResult:
+    """A task's result from its JSON form."""
+    return TaskResult(**{**value, "metrics": {name: TaskMetric(**_tuples(m)) for name, m in value["metrics"].items()}})
 
 
 def _tuples(value: dict[str, Any]) -> dict[str, Any]:

@@ -222,12 +222,12 @@ def test_an_adapter_merged_twice(tmp_path: Path) -> None:
     assert all(n.endswith("q_proj") for n in guilty)
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_honest_runs_raise_no_alarm(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(("method", "count"), [("rtn", 4), ("gptq", 22)])
+def test_honest_runs_raise_no_alarm(tmp_path: Path, method: str, count: int) -> None:
     """Other thread counts and calibration seeds, against the first run: nothing is worse beyond a gate of one percent of perplexity and a tenth of the divergence."""
     tiny.make(tmp_path / "model")
     runs = []
-    for i in range(10):
+    for i in range(count):
         recipe = write_recipe(
             tmp_path, quantize={"method": method, "scheme": "int4-g32-sym"}, export=[], run={"threads": 1 + i % 2},
             calibration={"source": "calibration.txt", "samples": 16, "sequence_length": 64, "seed": i // 2},

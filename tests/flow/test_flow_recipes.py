@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 THREADS = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
-def run(recipe: str, out: Path, *options: str) -> tuple[int, dict[str, Any]]:
+def run(recipe: str, out: Path, *options: str, file: str = "results.json") -> tuple[int, dict[str, Any]]:
     command = [sys.executable, "-m", "qforge", "quantize", "--recipe", str(ROOT / "recipes" / recipe), "--out", str(out), "--set", f"run.threads={THREADS}", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (out / "results.json").exists(), done.stderr
-    results: dict[str, Any] = json.loads((out / "results.json").read_text())
+    assert (out / file).exists(), done.stderr
+    results: dict[str, Any] = json.loads((out / file).read_text())
     print(done.stdout)
     return done.returncode, results
 
@@ -45,10 +45,26 @@ def test_the_demo_passes_its_gates_and_plain_rounding_does_not(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("recipe", sorted(p.name for p in (ROOT / "recipes").glob("*.yaml") if p.name != "demo.yaml"))
+@pytest.mark.parametrize("recipe", sorted(p.name for p in (ROOT / "recipes").glob("*.yaml") if p.name not in ("demo.yaml", "sweep.yaml")))
 def test_every_other_shipped_recipe_passes(recipe: str, tmp_path: Path) -> None:
-    text = tmp_path / "text.jsonl"  # a third of the text that the recipe names: the whole one takes minutes a recipe
-    text.write_text("".join((ROOT / "calibration_data" / "evaluation.jsonl").read_text().splitlines(keepends=True)[::3]))
-    code, results = run(recipe, tmp_path / "out", "--set", f"evaluate.text={text}")
+    code, results = run(recipe, tmp_path / "out", "--set", f"evaluate.text={third(tmp_path)}")
     assert code == 0
     assert results["gates"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_shipped_sweep_passes(tmp_path: Path) -> None:
+    """Few calibration samples: what is tried is the recipe, not how good GPTQ gets."""
+    code, sweep = run("sweep.yaml", tmp_path / "out", "--set", f"evaluate.text={third(tmp_path)}", "--set", "calibration.samples=4", file="sweep.json")
+    assert code == 0
+    assert len(sweep["variants"]) == 6
+    assert all(v["error"] is None and v["passed"] for v in sweep["variants"])
+    assert {v["name"] for v in sweep["variants"] if v["front"]} >= {"gptq-int4-g64-sym"}
+
+
+def third(folder: Path) -> Path:
+    """A third of the text that the recipes name: the whole one takes minutes a recipe."""
+    text = folder / "text.jsonl"
+    text.write_text("".join((ROOT / "calibration_data" / "evaluation.jsonl").read_text().splitlines(keepends=True)[::3]))
+    return text

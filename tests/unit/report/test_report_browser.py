@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import browser
 import pytest
 from conftest import sample
 
-from qforge.report import write, write_comparison
+from qforge.report import write, write_comparison, write_sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium is installed")]
 CONTRAST = """(() => {
@@ -38,7 +39,29 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     data = {"baseline": "a.json", "candidate": "b.json", "rows": rows, "gates": gates, "changed": {"recipe": ["quantize.scheme: int4 -> int3" * 9]}, "notes": ["a note"],
             "tokens": 90000, "clusters": 350, "passed": False, "history": history, "schema_version": 1}  # fmt: skip
     write_comparison(json.dumps(data), folder)
-    return {"report": folder / "report.html", "comparison": folder / "comparison.html"}
+    write_sweep(json.dumps(sweep()), folder)
+    return {name: folder / f"{name}.html" for name in ("report", "comparison", "sweep")}
+
+
+def sweep() -> dict[str, Any]:
+    """Seven variants: one whose gate failed, one that could not be computed; names as long as they get."""
+    variants = [
+        {"name": f"awq+gptq-int{b}-g64-sym{'-long' * (b == 3)}", "changes": {"quantize.method": "['awq', 'gptq']", "quantize.scheme": f"int{b}-g64-sym"}, "path": f"variants/{b}",
+         "error": None, "passed": b > 2, "failed_gates": [] if b > 2 else ["kl_mean"], "artifact_sha256": "a" * 64, "size_bytes": 17_000_000 * (b + 2), "size_ratio": 0.06 * b,
+         "bits_per_weight": b + 0.25, "perplexity": 20 + 9 / b**2, "perplexity_ratio": 1 + 0.5 / b**2, "perplexity_ratio_ci95": [1.0, 1.2],
+         "kl_mean": 2.0 / 3.5**b, "kl_mean_ci95": [1.9 / 3.5**b, 2.1 / 3.5**b],
+         "top1_agreement": 1 - 0.5 / b, "top1_agreement_ci95": None, "tokens_per_second": 40.0 - b, "seconds": 60.0, "front": True,
+         "against_best": "best" if b == 8 else "not enough data (needs about 1,200,000 tokens)" if b == 6 else "worse"} for b in (2, 3, 4, 5, 6, 8)
+    ]  # fmt: skip
+    broken = dict.fromkeys(variants[0]) | {
+        "name": "nf4",
+        "changes": {"quantize.method": "nf4"},
+        "path": "variants/nf4",
+        "error": "model.layers.3.mlp.up_proj: weights overflow",
+        "front": False,
+    }
+    return {"qforge_version": "0.1.0", "recipe": "sweep", "model": {"source": "demo", "bytes_at_16_bits": 269_000_000}, "text_sha256": "b" * 64, "tokens": 20440, "clusters": 40,
+            "reference": {"perplexity": 19.9}, "variants": [*variants, broken], "schema_version": 1}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +72,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Brows
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("name", ["report", "comparison"])
+@pytest.mark.parametrize("name", ["report", "comparison", "sweep"])
 def test_a_page_in_a_browser(pages: dict[str, Path], chromium: browser.Browser, tmp_path: Path, name: str, width: int, dark: bool) -> None:
     assert pages[name].stat().st_size < 3_000_000
     chromium.open(pages[name], width, dark=dark)

@@ -1,0 +1,125 @@
+"""A sweep in words and as a plot, from the JSON object that `qforge quantize` makes of a recipe with variants: text for a terminal, Markdown, geometry of the Pareto plot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qforge.report.markdown import cell, words
+from qforge.report.numbers import MISSING, interval, number, percent, size
+from qforge.report.plots import Tick
+
+WIDTH, HEIGHT = 520.0, 300.0
+HEADER = ("#", "variant", "front", "size", "of 16 bits", "bits per weight", "perplexity ratio", "KL divergence", "95 % interval", "against the best", "top-1", "tokens/s", "gates")
+Data = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Pareto:
+    """Size across (logarithmic), divergence up (logarithmic). Points are (x, y, on the front, number, title); `front`: the staircase through those on it."""
+
+    width: float
+    height: float
+    points: list[tuple[float, float, bool, str, str]]
+    front: str
+    across: list[Tick]
+    up: list[Tick]
+
+
+def good(data: Data) -> bool:
+    """Whether every variant was computed and its gates hold."""
+    return all(v["error"] is None and v["passed"] for v in data["variants"])
+
+
+def headline(data: Data) -> str:
+    """The outcome, first of all."""
+    variants = data["variants"]
+    broken = [v["name"] for v in variants if v["error"]]
+    failed = [v["name"] for v in variants if v["passed"] is False]
+    front = [v["name"] for v in _by_size(variants) if v["front"]]
+    told = [f"on the front of size and divergence: {', '.join(front)}"] if front else []
+    told += [f"gates fail in {', '.join(failed)}"] if failed else []
+    told += [f"not computed: {', '.join(broken)}"] if broken else []
+    return f"{'DONE' if good(data) else 'FAILED'}: {len(variants)} variants; {'; '.join(told)}"
+
+
+def words_of(data: Data) -> str:
+    """What was measured, and what the columns say."""
+    reference = data["reference"]
+    told = f"Original: {data['model']['source']}" + (f", {size(data['model']['bytes_at_16_bits'])} at 16 bits" if "bytes_at_16_bits" in data["model"] else "")
+    told += "." if reference is None else f", perplexity {number(reference['perplexity'])} over {data['tokens']:,} tokens in {data['clusters']:,} clusters."
+    return f"{told} Front: no other variant is smaller and nearer to the original. Against the best: the divergence, paired with that of the variant with the least one."
+
+
+def rows(data: Data) -> list[tuple[str, ...]]:
+    """A variant's cells, as HEADER."""
+    return [_row(i + 1, v) for i, v in enumerate(data["variants"])]
+
+
+def _row(place: int, v: Data) -> tuple[str, ...]:
+    if v["error"]:
+        return (str(place), v["name"], "", *[MISSING] * 9, f"NOT COMPUTED: {v['error']}")
+    gates = "passed" if v["passed"] else f"FAILED: {', '.join(v['failed_gates'])}"
+    speed = MISSING if v["tokens_per_second"] is None else f"{v['tokens_per_second']:.1f}"
+    return (
+        str(place), v["name"], "yes" if v["front"] else "", size(v["size_bytes"]), percent(v["size_ratio"], 1), number(v["bits_per_weight"], 3), number(v["perplexity_ratio"]),
+        number(v["kl_mean"]), interval(v["kl_mean_ci95"]), str(v["against_best"]), percent(v["top1_agreement"], 1), speed, gates,
+    )  # fmt: skip
+
+
+def text(data: Data) -> list[str]:
+    """Lines for a terminal: the few columns that fit."""
+    kept = [HEADER.index(name) for name in ("#", "variant", "front", "size", "bits per weight", "perplexity ratio", "KL divergence", "against the best", "tokens/s", "gates")]
+    table = [tuple(row[i] for i in kept) for row in (HEADER, *rows(data))]
+    widths = [max(len(row[i]) for row in table) for i in range(len(kept))]
+    return [headline(data), "", *("  ".join(c.ljust(width) for c, width in zip(row, widths, strict=True)).rstrip() for row in table)]
+
+
+def markdown(data: Data) -> str:
+    """The text of sweep.md."""
+    table = [HEADER, *rows(data)]
+    lines = [f"# qforge sweep: {words(data['recipe'])}", "", f"**{words(headline(data))}**", "", words(words_of(data)), ""]
+    lines += [f"| {' | '.join(map(cell, table[0]))} |", f"|{' --- |' * len(HEADER)}", *(f"| {' | '.join(map(cell, r))} |" for r in table[1:])]
+    lines += ["", "What each variant changes:", ""]
+    lines += [f"- {words(v['name'])}: {words(', '.join(f'{k} = {x}' for k, x in v['changes'].items()))}; report in {words(v['path'])}" for v in data["variants"]]
+    return "\n".join(lines) + "\n"
+
+
+def pareto(data: Data) -> Pareto | None:
+    """None where no variant was measured."""
+    known = [(i + 1, v) for i, v in enumerate(data["variants"]) if v["kl_mean"] is not None]
+    if not known:
+        return None
+    x = _scale([v["size_bytes"] for _, v in known], WIDTH)
+    y = _scale([max(v["kl_mean"], 1e-9) for _, v in known], HEIGHT)
+
+    def at(v: Data) -> tuple[float, float]:
+        return x(v["size_bytes"]), HEIGHT - y(max(v["kl_mean"], 1e-9))
+
+    points = [(*at(v), bool(v["front"]), str(n), f"{v['name']}: {size(v['size_bytes'])}, KL {number(v['kl_mean'])}") for n, v in known]
+    steps: list[tuple[float, float]] = []
+    for px, py in (at(v) for v in _by_size([v for _, v in known]) if v["front"]):
+        steps += [(px, steps[-1][1]), (px, py)] if steps else [(px, py)]
+    line = " ".join(f"{px:.1f},{py:.1f}" for px, py in steps)
+    across = [Tick(x(v), size(v)) for v in _marks([v["size_bytes"] for _, v in known])]
+    up = [Tick(HEIGHT - y(v), f"{v:.2g}") for v in _marks([max(v["kl_mean"], 1e-9) for _, v in known])]
+    return Pareto(WIDTH, HEIGHT, points, line, across, up)
+
+
+def _by_size(variants: Sequence[Data]) -> list[Data]:
+    return sorted((v for v in variants if v["size_bytes"] is not None), key=lambda v: v["size_bytes"])
+
+
+def _scale(values: Sequence[float], length: float) -> Any:
+    """A logarithmic axis with a margin on both sides."""
+    low, high = math.log(min(values)), math.log(max(values))
+    margin = max(0.08 * (high - low), 0.02)
+    return lambda value: (math.log(value) - low + margin) / (high - low + 2 * margin) * length
+
+
+def _marks(values: Sequence[float]) -> list[float]:
+    """The ends and, where they lie far apart, the (geometric) middle."""
+    low, high = min(values), max(values)
+    return [low] if low == high else [low, high] if high < 1.1 * low else [low, math.sqrt(low * high), high]

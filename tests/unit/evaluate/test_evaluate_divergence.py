@@ -117,8 +117,9 @@ def test_distributions_equal_a_plain_fp64_computation(lengths: list[int]) -> Non
 def test_every_figure_has_an_interval_that_holds_it() -> None:
     ours, theirs, windows = problem([61] * 20, seed=4)
     got = evaluate(ours, theirs, Windows(windows.ids, windows.documents, bytes=[240] * 20))
-    held = {name: getattr(got, name) for name in ("perplexity_ratio", "kl_mean", "kl_median", "kl_p90", "kl_p99", "kl_p999", "top1_agreement", "top5_agreement")}
+    held = {name: getattr(got, name) for name in ("perplexity_ratio", "kl_mean", "kl_median", "kl_p90", "kl_p99", "top1_agreement", "top5_agreement")}
     intervals = {name: getattr(got, f"{name}_ci95") for name in held}
+    assert got.kl_p999_ci95 is None  # about one of 1,200 tokens lies beyond: nothing can be said
     assert got.delta_p is not None
     assert got.flips is not None
     assert got.reference is not None

@@ -10,6 +10,7 @@ import torch
 from qforge.methods import Stats, native
 
 SAMPLE = 512  # rows that are kept at most
+SPREAD = 2_654_435_761  # 2^32 over the golden ratio (Knuth, volume 3, 6.4): its multiples fall evenly, and rows a power of two apart (first tokens!) no more often than others
 COLUMNS = 256  # of a product: the Hessian is symmetric, so only the tiles on and below its diagonal are computed
 
 
@@ -27,12 +28,13 @@ class Sums:
         self._cross = torch.zeros(in_features, in_features) if "cross" in needs else None
         self._absmax = torch.zeros(in_features) if "absmax" in needs else None
         self._sample: list[torch.Tensor] | None = [] if "sample" in needs else None
-        self._stride = 1
+        self._kept: list[torch.Tensor] = []  # the places of the sample's rows
+        self._below = 1 << 32
 
     def add(self, inputs: torch.Tensor, originals: torch.Tensor | None = None) -> None:
         """Add inputs `[..., I]`, and what the unquantized model has in their place (for `cross`)."""
         x = inputs.reshape(-1, inputs.shape[-1]).float().contiguous()
-        self._tokens += x.shape[0]
+        first, self._tokens = self._tokens, self._tokens + x.shape[0]
         if self._hessian is not None:
             _add_square(x, self._hessian)
         if self._cross is not None and originals is not None:
@@ -41,10 +43,16 @@ class Sums:
         if self._absmax is not None:
             self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
         if self._sample is not None:
-            self._sample.append(x[:: self._stride].clone())
-            while sum(map(len, self._sample)) > SAMPLE:
-                self._stride *= 2
-                self._sample = [rows[::2].clone() for rows in self._sample]
+            self._add_to_sample(x, torch.arange(first, self._tokens) * SPREAD % (1 << 32))
+
+    def _add_to_sample(self, x: torch.Tensor, places: torch.Tensor) -> None:
+        assert self._sample is not None
+        self._sample.append(x[places < self._below])
+        self._kept.append(places[places < self._below])
+        while sum(map(len, self._sample)) > SAMPLE:
+            self._below //= 2
+            self._sample = [rows[kept < self._below] for rows, kept in zip(self._sample, self._kept, strict=True)]
+            self._kept = [kept[kept < self._below] for kept in self._kept]
 
     def stats(self) -> Stats:
         """The sums; nothing may be added afterwards."""

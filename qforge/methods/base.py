@@ -48,7 +48,7 @@ class Stats:
         hessian: `[I, I]` fp32, the sum of x^T x over all tokens (None unless a method needs it).
         cross: `[I, I]` fp32, the sum of (y - x)^T x, y being what the unquantized model has in the place of x.
         absmax: `[I]` fp32, the largest magnitudes.
-        sample: `[S, I]` fp32, evenly spaced rows of x.
+        sample: `[S, I]` fp32, some rows of x, drawn evenly.
         outputs: `[O, O]`, how this linear's outputs weigh against each other (`calibration/fisher.py`); None where that was not measured.
         factors: results that a method derived from the Hessian, kept for the next linear with the same input.
         clock: where a method that has parts says what each took.

@@ -49,7 +49,7 @@ def test_smoothquant_lowers_the_output_error_of_an_outlier_channel(scheme: Schem
     factors, best = (SmoothQuant().factors([Reader(w, scheme)], stats_of(x), IDENTITY, 64, Options(smoothing=a)) for a in (0.5, None))
     before, after, least = (output_error(x, w, scheme, s, False) for s in (torch.ones(64), factors, best))
     assert after < before / 2
-    assert least < 1.01 * after
+    assert least < 1.02 * after  # chosen by errors relative to each token's output, over a sample
     paper = x.abs().amax(0).sqrt() / w.abs().amax(0).sqrt()
     torch.testing.assert_close(factors / factors[0], paper / paper[0])
 
@@ -113,13 +113,14 @@ def test_activations_that_overflow_are_refused(transform: Transform) -> None:
 
 def test_a_sample_is_evenly_spaced_and_bounded() -> None:
     sums = Sums(frozenset({"sample"}), 1)
-    for part in torch.arange(10_000.0).view(-1, 1).split(100):
+    for part in torch.arange(16_384.0).view(-1, 1).split(1024):
         sums.add(part)
     sample = sums.stats().sample
     assert sample is not None
     assert SAMPLE / 2 <= len(sample) <= SAMPLE
     assert sample.flatten().diff().min() > 0
-    assert sample.flatten().diff().max() <= 32
+    assert sample.flatten().diff().max() <= 128
+    assert 1 <= (sample % 512 == 0).sum() <= 3  # first tokens of windows: as rare as in the text
 
 
 def test_methods_are_found_by_what_a_recipe_names() -> None:

@@ -37,7 +37,7 @@ def test_the_demo_passes_its_gates_and_plain_rounding_does_not(tmp_path: Path) -
     again, second = run("demo.yaml", tmp_path / "demo")
     assert again == 0
     assert second["work"]["computed"] == 0
-    code, rtn = run("demo.yaml", tmp_path / "rtn", "--set", "quantize.method=rtn", "--set", "export=[]")
+    code, rtn = run("demo.yaml", tmp_path / "rtn", "--set", "quantize.method=rtn", "--set", "export=[]", "--set", f"evaluate.text={third(tmp_path)}")
     assert code == 1
     assert not any(g["passed"] for g in rtn["gates"] if g["name"] != "size_ratio")
     assert gptq["evaluation"]["kl_mean"] < 0.6 * rtn["evaluation"]["kl_mean"]

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vs_llama_cpp import export
+from vs_llama_cpp import export, told
 
 from qforge.ops.native_module import instruction_sets
 from qforge.stages.outcome import environment
@@ -40,7 +40,7 @@ def main() -> int:
         theirs = [str(args.llama_python or sys.executable), str(HERE / "llama_cpp" / ("start_api.py" if args.llama_python else "start_server.py")), str(gguf)]
         run(args, ours), run(args, theirs)  # packs and caches; reads both files once
         rounds = [(run(args, ours), run(args, theirs)) for _ in range(args.rounds)]
-    content = {"command": " ".join(["python benchmarks/startup.py", args.model.name, *sys.argv[2:]]), "threads": args.threads, "activations": args.activations, "rounds": rounds,
+    content = {"command": told("startup"), "threads": args.threads, "activations": args.activations, "rounds": rounds,
                "environment": environment() | {"instruction_set": next(iter(instruction_sets()), None)}}  # fmt: skip
     text = page(content)
     print(text)

@@ -35,13 +35,18 @@ FIGURES = ("decode", "prefill", "mixed")
 Round = dict[str, dict[str, Any]]
 
 
+def told(name: str) -> str:
+    """The command, files by name: without this machine's folders."""
+    return " ".join([f"python benchmarks/{name}.py", *(Path(a).name if "/" in a else a for a in sys.argv[1:])])
+
+
 def main() -> int:
     args = arguments()
     with tempfile.TemporaryDirectory() as folder:
         ggufs = args.gguf or [export(args.model, Path(folder))]
         rounds = [one_round(args, ggufs, Path(folder)) for _ in range(args.rounds)]
     content = {
-        "command": " ".join(["python benchmarks/vs_llama_cpp.py", args.model.name, *sys.argv[2:]]), "activations": args.activations, "threads": args.threads,
+        "command": told("vs_llama_cpp"), "activations": args.activations, "threads": args.threads,
         "weights": weights_of(args.model),
         "environment": environment() | {"instruction_set": next(iter(instruction_sets()), None), "read_bandwidth": read_bandwidth(args.threads)}, "rounds": rounds,
     }  # fmt: skip

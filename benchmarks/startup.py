@@ -1,11 +1,11 @@
 """From the start of a process to the first token, beside llama.cpp through Python: both in turn, a new process each, several rounds; medians, and the ratio of each round.
 
-    python benchmarks/startup.py ARTIFACT [--gguf FILE] [--rounds 7] [--activations int8] [--llama-python PYTHON] [--save NAME]
+    python benchmarks/startup.py ARTIFACT [--gguf FILE] [--rounds 7] [--activations int8] [--save NAME]
 
 ARTIFACT is a qforge artifact whose GGUF export llama.cpp runs (as in vs_llama_cpp.py). Its packed weights are cached before the first round, and both models lie in the page cache.
 new process: until a script that imports the library, opens the model and asks for one token after a short prompt has that token.
 warm process: the model opened once more where it was opened before, and one token. further request: one more prompt to an open model.
-llama.cpp runs in the xllamacpp wheel without its warm-up, or where --llama-python names an interpreter that has it, in llama-cpp-python.
+llama.cpp runs in the xllamacpp wheel without its warm-up.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         gguf = args.gguf or export(args.model, Path(folder))
         ours = [sys.executable, str(HERE / "llama_cpp" / "start_ours.py"), str(args.model)]
-        theirs = [str(args.llama_python or sys.executable), str(HERE / "llama_cpp" / ("start_api.py" if args.llama_python else "start_server.py")), str(gguf)]
+        theirs = [sys.executable, str(HERE / "llama_cpp" / "start_server.py"), str(gguf)]
         run(args, ours), run(args, theirs)  # packs and caches; reads both files once
         rounds = [(run(args, ours), run(args, theirs)) for _ in range(args.rounds)]
     content = {"command": told("startup"), "threads": args.threads, "activations": args.activations, "rounds": rounds,
@@ -57,7 +57,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--activations", choices=["fp", "int8"], default="int8", help="llama.cpp always rounds activations to int8 (default: so do we)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--llama-python", type=Path, help="an interpreter that has llama_cpp")
     parser.add_argument("--save", metavar="NAME", help="also write benchmarks/results/startup-NAME.json and .md")
     return parser.parse_args()
 

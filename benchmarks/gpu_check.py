@@ -2,10 +2,12 @@
 
 python benchmarks/gpu_check.py [--quick] [--out benchmarks/results/gpu-check]
 
-First every kernel over odd shapes against fp64; then products of 4-bit and 8-bit weights beside cuBLAS (fp16, bf16) and beside what memory and tensor cores
-allow (the ceilings are measured in the same run), every tile of the table for each number of rows; then attention beside torch's. Weights are cold: copies that together exceed
-the cache. Times are medians, by CUDA events, within CUDA graphs.
-Exit codes: 0 all right; 1 a kernel is wrong; 3 no GPU or no Triton here.
+First every kernel over odd shapes against fp64, and under compute-sanitizer where that is found (benchmarks/gpu_sanitize.py); then products of 4- and 8-bit weights beside cuBLAS
+(fp16, bf16) and beside what memory and tensor cores allow (the ceilings are measured in the same run), attention and sampling beside torch's, quantization here and on the
+processor (benchmarks/gpu_quantize.py), the runtime (benchmarks/gpu_runtime.py), and at last every tile of the table for each number of rows. Weights are cold: copies that together
+exceed the cache. Times are medians, by CUDA events, within CUDA graphs.
+Each part has its share of the time (benchmarks/gpu_sections.py): what is not done when it is up is left out and named, and tables are made of the rest.
+Exit codes: 0 all right; 1 a kernel or a rounding is wrong, the sanitizer found something, or not every case was run; 3 no GPU or no Triton here.
 """
 
 from __future__ import annotations
@@ -17,20 +19,29 @@ import json
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+import gpu_quantize
+import gpu_runtime
 import torch
-from triton_cases import attention_case, linear_case, norm_case, on, quantized, rope_case, rounding_case, silu_case
+from gpu_sanitize import sanitized
+from gpu_sections import Section, run, watched
+from triton_cases import attention_case, compiled_case, linear_case, norm_case, rope_case, rounding_case, sampling_case, silu_case
 
+from qforge.methods.device import computing_on
 from qforge.ops.triton import tiles
 from qforge.ops.triton.cache import attention, empty_cache
-from qforge.ops.triton.linear import TritonW4, TritonW8
+from qforge.ops.triton.linear import TritonW8
 from qforge.ops.triton.present import capability, missing
 from qforge.ops.triton.products import w4_linear, w8_linear
+from qforge.ops.triton.sampling import SamplingRows, most_likely, sample
 from qforge.ops.triton.tiles import Tile
+from qforge.ops.triton.timing import COLD_BYTES, microseconds
+from qforge.ops.triton.tune import random_weight
+from qforge.ops.triton.tuned import Product
 from qforge.ops.triton.w4_pack import W4
 from qforge.scheme import parse
 
@@ -39,7 +50,8 @@ DEVICE = "cuda"
 H, B, INT8, FP8 = torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
 SHAPES = ((4096, 4096), (14336, 4096), (28672, 8192))  # outputs, inputs
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
-COLD_BYTES = 256 << 20
+LOGITS = ((1, 128256), (64, 128256))  # rows, vocabulary
+LIMIT_S = 585  # of all parts: with starting and writing, ten minutes
 CONTEXTS = ((1, 4096, 1), (16, 2048, 1), (64, 1024, 1), (1, 4096, 2048), (4, 1024, 1024))  # sequences, tokens of each, queries of each
 Timed = Callable[[], Any]
 
@@ -62,45 +74,29 @@ def cases() -> Iterator[tuple[str, Callable[[], tuple[float, float]]]]:
             many = {"contexts": (1, 700, 513, 1300), "heads": 8, "cache_heads": 2, "size": 128, "parts": parts, "stored": stored}
             yield f"decode, {stored}, {parts} parts", lambda m=many: attention_case(B, DEVICE, queries=(1, 1, 1, 1), **m)
             yield f"prompts, {stored}, {parts} parts", lambda m=many: attention_case(H, DEVICE, queries=(1, 300, 1, 37), window=200, **m)
-        yield f"rope, {stored}", lambda s=stored: rope_case(B, DEVICE, s, size=128)
+        for norms in (False, True):
+            yield f"rope{' after norms' if norms else ''}, {stored}", lambda s=stored, n=norms: rope_case(B, DEVICE, s, size=128, norms=n)
     yield "attention, three heads share", lambda: attention_case(H, DEVICE, heads=9, cache_heads=3, size=80, queries=(1, 30, 50))
     for rounded in (None, INT8, FP8) if float8 else (None, INT8):
         yield f"norm, {rounded}", lambda r=rounded: norm_case(B, DEVICE, True, r, columns=4100)
     yield "silu", lambda: silu_case(B, DEVICE, columns=11008)
+    for vocabulary in (2, 2048, 32000, 151936):
+        yield f"sampling, {vocabulary}", lambda v=vocabulary: sampling_case(v, DEVICE, seed=v, draws=8)
+    yield "sampling, equal logits", lambda: sampling_case(50257, DEVICE, ties=True)
+    yield from ((f"compiled, {text}", lambda t=text: compiled_case(t, DEVICE)) for text in ("int4-g128-asym", "int8-channel-sym+int8-token"))
 
 
-def check() -> list[dict[str, Any]]:
+def check() -> Iterator[dict[str, Any]]:
     """Each case's error, and whether it is within its tolerance."""
-    found = []
     for name, case in cases():
         try:
             error, tolerance = case()
-            found.append({"case": name, "error": error, "tolerance": tolerance, "right": error <= tolerance})
+            row: dict[str, Any] = {"case": name, "error": error, "tolerance": tolerance, "right": error <= tolerance}
         except Exception as e:
             traceback.print_exc()
-            found.append({"case": name, "error": f"{type(e).__name__}: {e}"[:500], "right": False})
-        print(f"{'right' if found[-1]['right'] else 'WRONG'}  {name}: {found[-1]['error']}", flush=True)
-    return found
-
-
-def microseconds(calls: list[Timed], rounds: int = 15) -> float:
-    """Median time of one call, all of them captured one after the other in a CUDA graph."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(rounds):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / len(calls))
-    return sorted(times[2:])[len(times[2:]) // 2]
+            row = {"case": name, "error": f"{type(e).__name__}: {e}"[:500], "right": False}
+        print(f"{'right' if row['right'] else 'WRONG'}  {name}: {row['error']}", flush=True)
+        yield row
 
 
 def ceilings() -> dict[str, float]:
@@ -114,33 +110,42 @@ def ceilings() -> dict[str, float]:
     return found
 
 
-def linears(most: dict[str, float], quick: bool) -> list[dict[str, Any]]:
+def linears(most: dict[str, float], quick: bool) -> Iterator[dict[str, Any]]:
     """Rows of the table of products."""
-    of = tiles.device_class(capability(torch.device(DEVICE)))
-    found = []
     for outputs, inputs in SHAPES[: 1 if quick else 3]:
-        q4 = on(quantized("int4-g128-sym", (outputs, inputs)), DEVICE)
-        packed = [TritonW4().prepack(q4) for _ in range(max(2, COLD_BYTES // (outputs * inputs // 2)))]
+        packed = _cold(Product("w4", outputs, inputs, 128))
         dense = {d: [torch.randn(outputs, inputs, device=DEVICE, dtype=d) for _ in range(max(2, COLD_BYTES // (outputs * inputs * 2)))] for d in (H, B)}
-        eights = [TritonW8().prepack(on(quantized(t, (outputs, inputs)), DEVICE)) for t in ("int8-channel-sym+int8-token", "fp8-e4m3-channel+fp8-e4m3-token") if _runs(t)]
+        eights = {n: _cold(Product(f"w8-{n}", outputs, inputs, 0)) for n, t in (("int8", "int8-channel-sym+int8-token"), ("fp8", "fp8-e4m3-channel+fp8-e4m3-token")) if _runs(t)}
         for rows in ROWS:
             x = {d: torch.randn(rows, inputs, device=DEVICE, dtype=d) for d in (H, B)}
-            row: dict[str, Any] = {"outputs": outputs, "inputs": inputs, "rows": rows}
+            row: dict[str, Any] = {"outputs": outputs, "inputs": inputs, "rows": rows, "weight_bytes": packed[0].words.nbytes}
             for d in (H, B):
                 name = str(d).removeprefix("torch.")
                 row[f"cublas_{name}_us"] = microseconds([lambda w=w, a=x[d]: torch.nn.functional.linear(a, w) for w in dense[d]])
                 row[f"w4_{name}_us"] = microseconds([lambda w=w, a=x[d]: w4_linear(a, w) for w in packed])
-            row["w4_tiles_us"] = {} if quick else {str(astuple(t)): us for t in _candidates(of, rows) if (us := _tried(t, packed, x[B])) is not None}
-            for w in eights:
-                copies = max(2, COLD_BYTES // (outputs * inputs))
-                clones = [type(w)(w.codes.clone(), w.scales, w.bias, w.group, w.input_group, w.limit) for _ in range(copies)]
-                row["w8_int8_us" if w.is_int else "w8_fp8_us"] = microseconds([lambda w=w, a=x[B]: w8_linear(a, w) for w in clones])
+            row |= {f"w8_{n}_us": microseconds([lambda w=w, a=x[B]: w8_linear(a, w) for w in weights]) for n, weights in eights.items()}
             row["floor_us"] = floor(packed[0], rows, most)
             row["of_roofline"] = row["floor_us"] / row["w4_bfloat16_us"]
             row["over_cublas"] = row["cublas_float16_us"] / row["w4_float16_us"]
-            found.append(row)
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-    return found
+            yield row
+
+
+def swept(quick: bool) -> Iterator[dict[str, Any]]:
+    """Times of a W4 product in bf16 with every tile that makes sense for so many rows."""
+    of = tiles.device_class(capability(torch.device(DEVICE)))
+    for outputs, inputs in SHAPES[: 0 if quick else 3]:
+        packed = _cold(Product("w4", outputs, inputs, 128))
+        for rows in ROWS:
+            x = torch.randn(rows, inputs, device=DEVICE, dtype=B)
+            times = {str(astuple(t)): us for t in _candidates(of, rows) if (us := _tried(t, packed, x)) is not None}
+            yield {"outputs": outputs, "inputs": inputs, "rows": rows, "us": times}
+
+
+def _cold(product: Product) -> list[Any]:
+    """Weights that together exceed the cache."""
+    each = product.outputs * product.inputs // (2 if product.kernel == "w4" else 1)
+    return [random_weight(product, DEVICE) for _ in range(max(2, COLD_BYTES // each))]
 
 
 def floor(w: W4, rows: int, most: dict[str, float]) -> float:
@@ -170,13 +175,12 @@ def _runs(text: str) -> bool:
     return TritonW8().supports(parse(text), (64, 128), DEVICE) is None
 
 
-def attentions() -> list[dict[str, Any]]:
+def attentions() -> Iterator[dict[str, Any]]:
     """Decoding and prompts beside torch's scaled_dot_product_attention on contiguous keys of the same shape."""
-    found = []
     for sequences, context, queries in CONTEXTS:
-        found.append({"sequences": sequences, "context": context, "queries": queries, **_attention(sequences, context, queries)})
-        print({k: round(v, 3) for k, v in found[-1].items()}, flush=True)
-    return found
+        row = {"sequences": sequences, "context": context, "queries": queries, **_attention(sequences, context, queries)}
+        print({k: round(v, 3) for k, v in row.items()}, flush=True)
+        yield row
 
 
 def _attention(sequences: int, context: int, queries: int) -> dict[str, float]:
@@ -211,6 +215,45 @@ def _sdpa(q: torch.Tensor, sequences: int, queries: int, context: int, cache_hea
     return lambda: torch.nn.functional.scaled_dot_product_attention(query, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
 
 
+def samplings() -> Iterator[dict[str, float]]:
+    """Top-p among a vocabulary beside torch's (sort, softmax, sums, search), and the largest logit beside torch's."""
+    for rows, vocabulary in LOGITS:
+        logits = torch.randn(rows, vocabulary, device=DEVICE) * 3
+        how = SamplingRows.of([(0.8, 0, 0.95, 0.0, 1, row) for row in range(rows)], DEVICE)
+        number = torch.rand(rows, 1, device=DEVICE)
+        calls = {"us": lambda x=logits, h=how: sample(x, h), "torch_us": lambda x=logits, n=number: _torch_top_p(x, n), "greedy_us": lambda x=logits: most_likely(x)}
+        times = {name: microseconds([call] * 4) for name, call in (calls | {"torch_greedy_us": lambda x=logits: x.argmax(-1)}).items()}
+        print(times, flush=True)
+        yield {"rows": rows, "vocabulary": vocabulary, **times}
+
+
+def _torch_top_p(logits: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    ordered, tokens = (logits / 0.8).sort(descending=True)
+    p = ordered.softmax(-1)
+    total = (p * (p.cumsum(-1) - p < 0.95)).cumsum(-1)
+    return tokens.gather(1, torch.searchsorted(total, number * total[:, -1:]).clamp(max=logits.shape[1] - 1))
+
+
+def claims(r: dict[str, Any]) -> list[tuple[str, str, bool | None]]:
+    """What the kernels were made for: the claim, what was measured (the worst case), and whether it holds; None where nothing was measured."""
+    large = [x["of_roofline"] for x in r["linears"] if x["rows"] == 1 and x["weight_bytes"] >= 30e6]
+    few, many = ([x["over_cublas"] for x in r["linears"] if low <= x["rows"] <= high] for low, high in ((1, 16), (128, 256)))
+    attention = [x["of_sdpa_speed"] for x in r["attention"]]
+    served = {x["model"]: x for x in gpu_runtime.summary(r["runtime"])}
+    graphs, alone, batch = ([x[n] for x in (served.get("1B", {}),) if n in x] for n in ("recording_divides_by", "times_one_by_one", "times_one_batch"))
+    limits = (
+        ("W4A16, one row, 30 MB and more: part of the memory's speed", large, 0.6), ("W4A16, 1 to 16 rows: times cuBLAS fp16", few, 3.0),
+        ("W4A16, 128 to 256 rows: times cuBLAS fp16", many, 0.85), ("paged attention: part of torch's speed", attention, 0.8),
+        ("1B, a token of one sequence: recorded steps divide its time by", graphs, 2.0), ("1B, 64 requests: times transformers one by one", alone, 10.0),
+        ("1B, 64 requests: times transformers in one batch", batch, 3.0),
+    )  # fmt: skip
+    found: list[tuple[str, str, bool | None]] = [(f"{what}, >= {least:g}", f"{min(v):.2f}" if v else "", min(v) >= least if v else None) for what, v, least in limits]
+    for what, rows in (("plain rounding equals the processor's bit for bit", True), ("methods with calibration lose as much as on the processor", False)):
+        right = [x["right"] for x in r["quantization"] if (x["what"] == "rounding") is rows]
+        found.append((what, f"{sum(right)} of {len(right)}" if right else "", all(right) if right else None))
+    return found
+
+
 def markdown(r: dict[str, Any]) -> str:
     """The tables to read."""
     wrong = [c["case"] for c in r["cases"] if not c["right"]]
@@ -218,19 +261,51 @@ def markdown(r: dict[str, Any]) -> str:
         f"# GPU kernels on {r['device']}", "",
         f"Made by benchmarks/gpu_check.py on {r['date']}, commit {r['commit']}, driver {r['driver']}, CUDA {r['cuda']}, torch {r['torch']}, Triton {r['triton']}.", "",
         f"Right: {len(r['cases']) - len(wrong)} of {len(r['cases'])} cases. " + ("Wrong: " + "; ".join(wrong) if wrong else ""), "",
-        f"Ceilings measured here: {r['ceilings']['bytes'] / 1e12:.2f} TB/s, {r['ceilings']['bfloat16'] / 1e12:.0f} TFLOP/s in bf16.", "",
-        "| outputs x inputs | rows | W4 bf16 us | of roofline | cuBLAS fp16 us | W4 over cuBLAS | INT8 us | FP8 us | best tile |", "|---|---|---|---|---|---|---|---|---|",
+        "compute-sanitizer: " + (", ".join(f"{name} {'clean' if said == 'clean' else 'NOT CLEAN'}" for name, said in r["sanitizer"]) or "not run") + ".", "",
+        *(f"Not whole: {name}: {why}." for name, why in r["unfinished"].items()), "",
+        *_table(("claim", "measured", "holds"), [(what, said, {True: "yes", False: "NO", None: "not measured"}[holds]) for what, said, holds in claims(r)]),
+        *(f"Ceilings measured here: {c['bytes'] / 1e12:.2f} TB/s, {c['bfloat16'] / 1e12:.0f} TFLOP/s in bf16." for c in r["ceilings"]), "",
     ]  # fmt: skip
-    for x in r["linears"]:
-        best = min(x["w4_tiles_us"], key=x["w4_tiles_us"].get) if x["w4_tiles_us"] else ""
-        eights = " | ".join(f"{x[n]:.1f}" if n in x else "" for n in ("w8_int8_us", "w8_fp8_us"))
-        w4 = f"{x['w4_bfloat16_us']:.1f} | {x['of_roofline']:.0%} | {x['cublas_float16_us']:.1f} | {x['over_cublas']:.2f}"
-        lines.append(f"| {x['outputs']} x {x['inputs']} | {x['rows']} | {w4} | {eights} | {best} |")
-    lines += ["", "| sequences | context | queries | bf16 us | int8 us | fp8 us | torch us | of torch's speed |", "|---|---|---|---|---|---|---|---|"]
-    for x in r["attention"]:
-        stored = " | ".join(f"{x[n]:.1f}" if n in x else "" for n in ("bf16_us", "int8_us", "fp8_us"))
-        lines.append(f"| {x['sequences']} | {x['context']} | {x['queries']} | {stored} | {x['sdpa_us']:.1f} | {x['of_sdpa_speed']:.0%} |")
-    return "\n".join(lines) + "\n"
+    best = {(x["outputs"], x["inputs"], x["rows"]): min(x["us"], key=x["us"].get) for x in r["tiles"] if x["us"]}
+    lines += _table(
+        ("outputs x inputs", "rows", "W4 bf16 us", "of roofline", "cuBLAS fp16 us", "W4 over cuBLAS", "INT8 us", "FP8 us", "best tile"),
+        [
+            (
+                f"{x['outputs']} x {x['inputs']}", x["rows"], _us(x, "w4_bfloat16_us"), f"{x['of_roofline']:.0%}", _us(x, "cublas_float16_us"), f"{x['over_cublas']:.2f}",
+                _us(x, "w8_int8_us"), _us(x, "w8_fp8_us"), best.get((x["outputs"], x["inputs"], x["rows"]), ""),
+            )
+            for x in r["linears"]
+        ],
+    )  # fmt: skip
+    lines += _table(
+        ("sequences", "context", "queries", "bf16 us", "int8 us", "fp8 us", "torch us", "of torch's speed"),
+        [(x["sequences"], x["context"], x["queries"], *(_us(x, n) for n in ("bf16_us", "int8_us", "fp8_us", "sdpa_us")), f"{x['of_sdpa_speed']:.0%}") for x in r["attention"]],
+    )
+    lines += _table(
+        ("rows of logits", "vocabulary", "top-p us", "torch us", "greedy us", "torch us"),
+        [(x["rows"], x["vocabulary"], *(_us(x, n) for n in ("us", "torch_us", "greedy_us", "torch_greedy_us"))) for x in r["sampling"]],
+    )
+    lines += _table(
+        ("method", "scheme", "KL here", "KL on the processor", "noise", "codes equal"),
+        [(x["what"], x["scheme"], *(f"{x[n]:.4f}" for n in ("kl_there", "kl_here", "noise")), f"{x['codes_equal']:.1%}") for x in r["quantization"] if "kl_here" in x],
+    )
+    lines += _table(
+        ("model", "engine", "weights", "recorded", "batch", "ms a token", "tokens/s"),
+        [
+            (x["model"], x["engine"], x["scheme"], x.get("recorded", ""), x["batch"], f"{x['ms']:.2f}", f"{x['tokens_per_second']:.0f}")
+            for x in r["runtime"]
+            if x["what"] == "decode"
+        ],
+    )
+    return "\n".join(lines)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    return [f"| {' | '.join(map(str, cells))} |" for cells in (head, ["---"] * len(head), *rows)] + [""] if rows else []
+
+
+def _us(row: dict[str, Any], name: str) -> str:
+    return f"{row[name]:.1f}" if name in row else ""
 
 
 def _said(*command: str) -> str:
@@ -238,29 +313,66 @@ def _said(*command: str) -> str:
     return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else "unknown"
 
 
+def facts() -> dict[str, Any]:
+    """What the figures were measured with."""
+    import triton
+
+    return {
+        "device": torch.cuda.get_device_name(), "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"), "cuda": torch.version.cuda,
+        "torch": torch.__version__, "triton": triton.__version__, "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
+        "commit": _said("git", "rev-parse", "--short", "HEAD"),
+    }  # fmt: skip
+
+
+def sections(quick: bool) -> list[Section]:
+    """All parts, and the seconds that each may take."""
+    models = ("1B",) if quick else tuple(gpu_runtime.SHAPES)
+    return [
+        Section("cases", 170, lambda found, left: check()),
+        Section("sanitizer", 75, lambda found, left: sanitized(left)),
+        Section("ceilings", 10, lambda found, left: iter([ceilings()])),
+        Section("linears", 80, lambda found, left: linears(found["ceilings"][0], quick)),
+        Section("attention", 25, lambda found, left: attentions()),
+        Section("sampling", 10, lambda found, left: samplings()),
+        Section("quantization", 50, lambda found, left: gpu_quantize.rows(lambda: computing_on(torch.device(DEVICE, 0)))),
+        Section("runtime", 110, lambda found, left: gpu_runtime.measure(models)),
+        Section("tiles", 30, lambda found, left: swept(quick)),
+    ]
+
+
+def left_out(name: str, found: dict[str, Any]) -> str | None:
+    """Nothing is timed that is wrong."""
+    timed = name in ("linears", "attention", "sampling", "runtime", "tiles")
+    return "a kernel is wrong" if timed and not all(c["right"] for c in found["cases"]) else None
+
+
+def verdict(r: dict[str, Any]) -> int:
+    """The exit code."""
+    right = bool(r["cases"]) and all(x["right"] for x in (*r["cases"], *r["quantization"])) and {"cases", "quantization"}.isdisjoint(r["unfinished"])
+    return 0 if right and all(said == "clean" for _, said in r["sanitizer"]) else 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one shape, no tiles beside the shipped ones")
+    parser.add_argument("--quick", action="store_true", help="one shape, no tiles beside the shipped ones, the small model")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu-check")
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # the process that runs the sections, and where it writes
     args = parser.parse_args()
+    if args.rows:
+        run(sections(args.quick), args.rows, left_out)
+        return 0
     reason = missing(DEVICE) if torch.cuda.is_available() else "torch finds no NVIDIA GPU"
     if reason:
         print(f"nothing was checked: {reason}", file=sys.stderr)
         return 3
-    import triton
-
-    result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(), "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "cuda": torch.version.cuda, "torch": torch.__version__,
-        "triton": triton.__version__, "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"), "commit": _said("git", "rev-parse", "--short", "HEAD"),
-        "cases": check(), "ceilings": ceilings(), "linears": [], "attention": [],
-    }  # fmt: skip
-    if all(c["right"] for c in result["cases"]):
-        result |= {"linears": linears(result["ceilings"], args.quick), "attention": attentions()}
-    args.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    rows = args.out.with_suffix(".rows")
+    result = facts() | {s.name: [] for s in sections(args.quick)} | {"unfinished": {}}
+    result |= watched([sys.executable, __file__, "--rows", str(rows), *(["--quick"] if args.quick else [])], rows, LIMIT_S)
+    rows.unlink(missing_ok=True)
+    args.out.with_suffix(".json").write_text(json.dumps({**result, "claims": claims(result)}, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(markdown(result))
     print(markdown(result))
-    return 0 if all(c["right"] for c in result["cases"]) else 1
+    return verdict(result)
 
 
 if __name__ == "__main__":

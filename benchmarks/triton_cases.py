@@ -6,7 +6,6 @@ A case returns (error, tolerance), both relative to the largest value.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -15,9 +14,12 @@ from qforge.ops.triton.between import rms_norm, silu_mul
 from qforge.ops.triton.cache import PagedCache, attention, empty_cache, rotate_and_store
 from qforge.ops.triton.linear import TritonW4, TritonW8
 from qforge.ops.triton.products import RoundedRows, round_activations, w4_linear
+from qforge.ops.triton.sampling import CHUNK, SamplingRows, most_likely, sample
 from qforge.ops.triton.tiles import Tile
 from qforge.ops.triton.w8_pack import pack_w8
 from qforge.qlinear import QuantizedLinear
+from qforge.runtime import sampler
+from qforge.runtime.sequence import SamplingParams
 from qforge.scheme import parse
 
 EPS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -39,11 +41,6 @@ def quantized(text: str, shape: tuple[int, int], seed: int = 0, bias: bool = Fal
     return numerics.quantize(weight, scheme, scales, zeros, group_index=index, bias=torch.randn(shape[0], generator=g) if bias else None)
 
 
-def on(q: QuantizedLinear, device: str) -> QuantizedLinear:
-    names = ("codes", "scales", "zeros", "group_index", "bias")
-    return replace(q, **{n: v.to(device) for n in names if (v := getattr(q, n)) is not None})
-
-
 def error(y: torch.Tensor, want: torch.Tensor) -> float:
     return float((y.double().cpu() - want).abs().max() / want.abs().max())
 
@@ -56,9 +53,10 @@ def product64(x: torch.Tensor, q: QuantizedLinear) -> torch.Tensor:
 def linear_case(text: str, rows: int, shape: tuple[int, int], dtype: torch.dtype, device: str, tile: Tile | None = None, **how: bool) -> tuple[float, float]:
     q = quantized(text, shape, **how)
     x = (torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows)) + 0.1).to(dtype)
+    x[-1, 3] = -6  # the largest magnitude of a row is negative
     kernel = TritonW4() if q.scheme.activations is None else TritonW8()
     assert kernel.supports(q.scheme, shape, device) is None
-    packed = kernel.prepack(on(q, device))
+    packed = kernel.prepack(q.to(device))
     y = kernel.run(x.to(device), packed) if tile is None else w4_linear(x.to(device), packed, tile)
     assert y.dtype == dtype
     assert y.shape == (rows, shape[0])
@@ -70,7 +68,8 @@ def rounding_case(text: str, rows: int, columns: int, device: str) -> tuple[floa
     q = quantized(text, (32, columns))
     x = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(5)) * 3).half()
     x[0] = 0
-    r = round_activations(x.to(device), pack_w8(on(q, device)))
+    r = round_activations(x.to(device), pack_w8(q.to(device)))
+    assert (r.scales > 0).all()
     values = r.codes.cpu().float() * r.scales.cpu().repeat_interleave(columns // r.scales.shape[1], 1)
     return float((values - numerics.quantize_activations(x, q.scheme)).abs().max()), 0.0
 
@@ -78,7 +77,7 @@ def rounding_case(text: str, rows: int, columns: int, device: str) -> tuple[floa
 def attention_case(
     dtype: torch.dtype, device: str, *, stored: torch.dtype | None = None, heads: int = 4, cache_heads: int = 2, size: int = 32, page: int = 16,
     contexts: tuple[int, ...] = (1, 37, 70),
-    queries: tuple[int, ...] = (1, 1, 1), window: int = 0, parts: int | None = None, tile: Tile | None = None,
+    queries: tuple[int, ...] = (1, 1, 1), window: int = 0, parts: int | None = None, tile: Tile | None = None, sharp: float = 1.0,
 ) -> tuple[float, float]:  # fmt: skip
     g = torch.Generator().manual_seed(3)
     pages = [-(-n // page) for n in contexts]
@@ -89,7 +88,7 @@ def attention_case(
     shape = (len(order), page, cache_heads, size)
     keys, values = torch.randn(shape, generator=g), torch.randn(shape, generator=g)
     cache, keys, values = _stored(keys, values, stored or dtype, device)
-    q = torch.randn(sum(queries), heads, size, generator=g).to(dtype)
+    q = (torch.randn(sum(queries), heads, size, generator=g) * sharp).to(dtype)
     starts = torch.tensor([0, *queries]).cumsum(0).int()
     y = attention(
         q.to(device), cache, tables.to(device), starts.to(device), torch.tensor(contexts, dtype=torch.int32, device=device),
@@ -122,15 +121,28 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> to
     return torch.einsum("hqk,khd->qhd", logits.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
-def rope_case(dtype: torch.dtype, device: str, stored: torch.dtype | None = None, size: int = 24) -> tuple[float, float]:
+def rope_case(dtype: torch.dtype, device: str, stored: torch.dtype | None = None, size: int = 24, norms: bool = False) -> tuple[float, float]:
     g = torch.Generator().manual_seed(1)
     tokens, heads, c, page = 5, 4, 2, 4
     qkv = torch.randn(tokens, (heads + 2 * c) * size, generator=g).to(dtype)
     positions, slots = torch.tensor([3, 0, 7, 1, 2], dtype=torch.int32), torch.tensor([9, 0, -1, 4, 11])
     angles = torch.arange(8.0)[:, None] * 10000 ** (-torch.arange(size // 2) / (size // 2))
     cache = empty_cache(3, page, c, size, stored or dtype, device)
-    q = rotate_and_store(qkv.to(device), angles.cos().to(device), angles.sin().to(device), positions.to(device), slots.to(device), heads, cache)
+    weights = [(torch.rand(size, generator=g) + 0.5).to(dtype) for _ in range(2)]
+    q = rotate_and_store(
+        qkv.to(device),
+        angles.cos().to(device),
+        angles.sin().to(device),
+        positions.to(device),
+        slots.to(device),
+        heads,
+        cache,
+        (*(n.to(device) for n in weights), 1e-3) if norms else None,
+    )
     x = qkv.double().view(tokens, heads + 2 * c, size)
+    if norms:
+        normed = x * (x.square().mean(-1, keepdim=True) + 1e-3).rsqrt()
+        x = torch.cat((normed[:, :heads] * weights[0].double(), normed[:, heads:-c] * weights[1].double(), x[:, -c:]), 1)
     angle = angles[positions.long()].double()[:, None]
     low, high = x[..., : size // 2], x[..., size // 2 :]
     turned = torch.cat((low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()), -1)
@@ -148,7 +160,9 @@ def rope_case(dtype: torch.dtype, device: str, stored: torch.dtype | None = None
 
 def norm_case(dtype: torch.dtype, device: str, add: bool = False, rounded: torch.dtype | None = None, columns: int = 80) -> tuple[float, float]:
     g = torch.Generator().manual_seed(2)
-    x, residual, weight = torch.randn(3, columns, generator=g).to(dtype), torch.randn(3, columns, generator=g).to(dtype), torch.rand(columns, generator=g).to(dtype)
+    sizes = torch.tensor([[1.0], [0.01], [0.003]])  # in the last rows epsilon counts
+    x, residual = ((torch.randn(3, columns, generator=g) * sizes).to(dtype) for _ in range(2))
+    weight = torch.rand(columns, generator=g).to(dtype)
     carried = residual.clone().to(device)
     y = rms_norm(x.to(device), weight.to(device), 1e-5, carried if add else None, rounded)
     assert error(carried, (x.double() + residual.double()) if add else residual.double()) <= (2 * EPS[dtype] if add else 0)  # the interpreter cuts bf16 off
@@ -163,3 +177,40 @@ def silu_case(dtype: torch.dtype, device: str, columns: int = 50) -> tuple[float
     x = torch.randn(3, 2 * columns, generator=torch.Generator().manual_seed(4)).to(dtype)
     gate, up = x.double().chunk(2, 1)
     return error(silu_mul(x.to(device)), gate * gate.sigmoid() * up), 2 * EPS[dtype]
+
+
+def sampling_case(vocabulary: int, device: str, chunk: int = CHUNK, seed: int = 0, ties: bool = False, draws: int = 1) -> tuple[float, float]:
+    """How many rows of a mixed batch choose another token than the runtime's sampler, over every filter alone and together.
+
+    At high temperatures the kept tokens are about as likely as each other, and filters' numbers are drawn from the upper end, so that one token too many or too few is seen.
+    """
+    g = torch.Generator().manual_seed(seed)
+    kinds = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (40.0, 3, 1.0, 0.0), (40.0, 0, 0.1, 0.0), (9.0, 0, 1.0, 0.6), (1.5, 40, 0.9, 0.02), (40.0, 1, 1.0, 0.0)]
+    kinds = [*kinds, (2.0, vocabulary + 1, 1e-9, 0.0)] * draws
+    logits = torch.randn(len(kinds), vocabulary, generator=g) * 3
+    logits = logits.round() if ties else logits
+    logits[:, ::7] = -torch.inf
+    places = [_place(g, i, seed, 0.97 if top_k or top_p < 1 or min_p else 0.0) for i, (_, top_k, top_p, min_p) in enumerate(kinds)]
+    got = sample(logits.to(device), SamplingRows.of([(*k, *p) for k, p in zip(kinds, places, strict=True)], device), chunk).cpu()
+    params = [SamplingParams(temperature=t or 1.0, top_k=k if t else 1, top_p=p, min_p=m) for t, k, p, m in kinds]
+    want = torch.tensor([sampler.draw(row, how, s, at) for row, how, (s, at) in zip(logits, params, places, strict=True)])
+    first = torch.tensor([sampler.draw(row, SamplingParams(temperature=1.0, top_k=1), 0, 0) for row in logits])
+    return float((got != want).sum() + (most_likely(logits.to(device)).cpu() != first).sum()), 0.0
+
+
+def _place(g: torch.Generator, i: int, seed: int, least: float) -> tuple[int, int]:
+    """A seed and a position whose random number is at least so large."""
+    while True:
+        place = int(torch.randint(0, 1 << 62, (), generator=g)) + (i % 2 << 63), i * 1000 + seed
+        if sampler.uniform(*place) >= least:
+            return place
+
+
+def compiled_case(text: str, device: str) -> tuple[float, float]:
+    """A product under torch.compile, traced as one graph."""
+    q = quantized(text, (130, 256), bias=True)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).half()
+    kernel = TritonW4() if q.scheme.activations is None else TritonW8()
+    packed = kernel.prepack(q.to(device))
+    product = torch.compile(lambda a: kernel.run(a, packed) * 2, fullgraph=True, backend="aot_eager")
+    return error(product(x.to(device)), 2 * product64(x, q)), 2 * EPS[torch.float16]

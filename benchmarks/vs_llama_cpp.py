@@ -149,9 +149,9 @@ ROWS = {
 }  # fmt: skip
 
 
-def row(name: str, rounds: list[Round]) -> str | None:
+def row(name: str, rounds: list[Round], other: str = "llama.cpp") -> str | None:
     """One line; a ratio above 1 is ours being better, be it a rate or a time."""
-    pairs = [(value(r["ours"], name), value(r["llama.cpp"], name)) for r in rounds]
+    pairs = [(value(r["ours"], name), value(r[other], name)) for r in rounds]
     if any(a is None or b is None for a, b in pairs):
         return None
     ratios = sorted(b / a if "_ms" in name else a / b for a, b in pairs if a is not None and b is not None)

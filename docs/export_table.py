@@ -9,7 +9,10 @@ from tables import RESULTS, replaced
 
 HEAD = "| | scheme | run by | weights | KL divergence | same first token | |\n|---|---|---|---|---|---|---|"
 OPERATORS = "onnxruntime, operator by operator"
-READERS = {"llama.cpp": "gguf package", "onnxruntime": OPERATORS, "onnxruntime-genai": OPERATORS}  # engine -> who compared its weights
+OPENVINO = "openvino, weight by weight"
+READERS = {"llama.cpp": "gguf package", "onnxruntime": OPERATORS, "onnxruntime-genai": OPERATORS, "openvino": OPENVINO}  # engine -> who compared its weights
+
+REMARKS = ("bitsandbytes", "its ", "dequantized twin")  # how parts of a note begin that explain a figure
 
 
 def filled(page: str) -> str:
@@ -30,8 +33,9 @@ def _line(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     if row["engine"] == "none":
         return f"| {name} | {row['scheme']} | not run | {_equal(_weights(row, rows, None))} | | | {row['note']} |"
     reference = row["note"].partition("against ")[2].partition(";")[0] or "qforge"
-    beside = "" if reference == "qforge" else f"against {reference}, which rounds the same activations"
-    remarks = "; ".join(filter(None, [row["failed"], _operators(row, rows), beside]))
+    beside = "" if reference == "qforge" else f"against {reference}" + (", which rounds the same activations" if reference == "transformers" else "")
+    said = [part for part in row["note"].split("; ") if part.startswith(REMARKS)]
+    remarks = "; ".join(filter(None, [row["failed"], _operators(row, rows), beside, *said]))
     figures = f"{row['kl_mean']:.1e} | {100 * row['top1_agreement']:.1f} %"
     return f"| {name} | {row['scheme']} | {row['engine']} {row['version'].removeprefix('xllamacpp ')} | {_equal(_weights(row, rows, row['engine']))} | {figures} | {remarks} |"
 
@@ -44,15 +48,17 @@ def _weights(row: dict[str, Any], rows: list[dict[str, Any]], engine: str | None
     """What the engine's own dequantization gave; of a file that was not run, what its reader found."""
     if row["weights_equal"] is not None:
         return bool(row["weights_equal"])
+    if row["engine"] == "llama.cpp":  # a mix: what it holds was chosen anew, and llama.cpp's C code reads it as the gguf package does, or the note says otherwise
+        return "dequantized otherwise" not in row["note"]
     readers = [r for r in _same_file(row, rows) if r["weights_equal"] is not None and r["engine"] == READERS.get(str(engine), r["engine"])]
     return None if not readers else all(r["weights_equal"] for r in readers)
 
 
 def _operators(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """The operators with weights of an ONNX file, and their types."""
-    if row["engine"] != "onnxruntime":
+    """The operators with weights of an ONNX file or an OpenVINO model, and their types."""
+    if row["engine"] not in ("onnxruntime", "openvino"):
         return ""
-    return next((str(r["note"]) for r in _same_file(row, rows) if r["engine"] == OPERATORS), "")
+    return next((str(r["note"]) for r in _same_file(row, rows) if r["engine"] in (OPERATORS, OPENVINO)), "")
 
 
 def _equal(equal: bool | None) -> str:

@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of one: temporary name, then rename; hashes; the lock on an output folder."""
+"""Writing files so that a reader never sees half of one: temporary name, then rename; hashes; the lock on an output folder; where the user's cache is."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ from pathlib import Path
 from qforge.errors import OutputError
 
 LOCK = ".lock"  # in every output folder, and left there: it marks the folder as ours
+
+
+def cache_folder() -> Path:
+    """`$QFORGE_CACHE`, else `$XDG_CACHE_HOME/qforge`, else `~/.cache/qforge`."""
+    if os.environ.get("QFORGE_CACHE"):
+        return Path(os.environ["QFORGE_CACHE"]).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "qforge"
 
 
 @contextlib.contextmanager

@@ -83,6 +83,11 @@ def round_scale(scale: torch.Tensor, scale_type: ScaleType) -> torch.Tensor:
     return torch.where(rounded == 0, torch.full_like(rounded, _SMALLEST_POSITIVE.get(scale_type, SMALLEST_SCALE)), rounded)
 
 
+def divided(x: torch.Tensor, by: float) -> torch.Tensor:
+    """x / by, rounded once. (By a bare number torch divides so on a processor, while on a GPU it multiplies by the reciprocal, which is off by a bit now and then.)"""
+    return x / torch.full((), by, dtype=x.dtype, device=x.device)
+
+
 def groups(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """View a weight `[O, I]` as `[R, C, elements]`: the elements that share one scale, in the last dimension."""
     out_features, in_features = weight.shape
@@ -135,9 +140,9 @@ def _ranges(weight: torch.Tensor, scheme: Scheme, shrink: torch.Tensor | float =
     """Unrounded scales `[R, C]`, and the lowest values (at most 0) where the scheme is not symmetric."""
     grouped = groups(weight.float(), scheme)
     if scheme.symmetric:
-        return grouped.abs().amax(-1) * shrink / largest(scheme), None
+        return divided(grouped.abs().amax(-1) * shrink, largest(scheme)), None
     low, high = (grouped.amin(-1) * shrink).clamp(max=0), (grouped.amax(-1) * shrink).clamp(min=0)
-    return (high - low) / float((1 << scheme.bits) - 1), low
+    return divided(high - low, float((1 << scheme.bits) - 1)), low
 
 
 def _stored(scale: torch.Tensor, scheme: Scheme, upper: torch.Tensor | None, least: int = 1) -> torch.Tensor:
@@ -170,7 +175,7 @@ def super_scales(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
         return None
     scale, low = _ranges(weight, scheme)
     if first is ScaleType.E4M3:
-        return round_scale(scale.amax().reshape(1) / 448, ScaleType.E8M0)
+        return round_scale(divided(scale.amax().reshape(1), 448.0), ScaleType.E8M0)
     if first is ScaleType.U8:
         mean = scale.mean()
         if not torch.isfinite(mean):
@@ -179,7 +184,7 @@ def super_scales(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
         of_blocks = torch.nn.functional.pad(rest, (0, -len(rest) % g.columns)).view(-1, g.columns).abs().amax(-1)
         return torch.cat((of_blocks, torch.where(mean == 0, torch.ones_like(mean), mean).reshape(1)))
     parts = scale if low is None or scheme.symmetry is Symmetry.ASYM else torch.stack((scale, -low))
-    return round_scale(parts.unflatten(-1, (-1, g.columns // scheme.granularity.columns)).amax(-1) / 63, ScaleType.F16)
+    return round_scale(divided(parts.unflatten(-1, (-1, g.columns // scheme.granularity.columns)).amax(-1), 63.0), ScaleType.F16)
 
 
 def scale_codes(scale: torch.Tensor, upper: torch.Tensor, scheme: Scheme, least: int = 1) -> torch.Tensor:
@@ -189,7 +194,7 @@ def scale_codes(scale: torch.Tensor, upper: torch.Tensor, scheme: Scheme, least:
         return round_scale(scale / spread, ScaleType.E4M3).to(torch.float8_e4m3fn)
     if scheme.scale.type is ScaleType.U6:
         return (scale / spread).round().clamp(least, 63).to(torch.uint8)
-    book = dynamic_code()
+    book = dynamic_code(scale.device)
     scaled = ((scale - upper[-1]) * (1 / spread.clamp(min=1e-38))).clamp(-1, 1)  # bitsandbytes multiplies by the reciprocal
     codes = torch.bucketize(scaled, (book[:-1] + book[1:]) / 2)
     while (lost := scales_from_codes(codes, upper, scheme) <= 0).any():
@@ -200,7 +205,7 @@ def scale_codes(scale: torch.Tensor, upper: torch.Tensor, scheme: Scheme, least:
 def scales_from_codes(codes: torch.Tensor, upper: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """The effective scales `[R, C]` fp32 that first-level codes stand for."""
     spread = _spread(upper, scheme, codes.shape)
-    return dynamic_code()[codes.long()] * spread + upper[-1] if scheme.scale.type is ScaleType.U8 else codes.float() * spread
+    return dynamic_code(codes.device)[codes.long()] * spread + upper[-1] if scheme.scale.type is ScaleType.U8 else codes.float() * spread
 
 
 def _spread(upper: torch.Tensor, scheme: Scheme, shape: torch.Size) -> torch.Tensor:
@@ -215,19 +220,25 @@ def _spread(upper: torch.Tensor, scheme: Scheme, shape: torch.Size) -> torch.Ten
 
 
 @functools.cache
-def dynamic_code() -> torch.Tensor:
+def dynamic_code(device: torch.device = torch.device("cpu")) -> torch.Tensor:  # noqa: B008
     """The 256 values (fp32, rising) of bitsandbytes' signed dynamic 8-bit type (arXiv 2110.02861, section 2.1): in seven decades 1, 2, .. 64 evenly spaced values, 0 and 1."""
     values = [0.0, 1.0]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, (1 << decade) + 1)
+        edges = torch.linspace(0.1, 1, (1 << decade) + 1, device="cpu")
         middles = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
         values += [*middles.tolist(), *(-middles).tolist()]
-    return torch.tensor(sorted(values))
+    return torch.tensor(sorted(values), device=device)
 
 
 def code_book(number: Number) -> torch.Tensor:
     """`[16]` fp32: what the codes of a 4-bit number type without a uniform grid stand for."""
     return torch.tensor(_CODE_BOOKS[number])
+
+
+@functools.cache
+def _on(number: Number, device: torch.device) -> torch.Tensor:
+    """A code book where the codes are. Kept, since a CUDA graph cannot record how it gets there."""
+    return code_book(number).to(device)
 
 
 def encode(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:
@@ -247,13 +258,21 @@ def encode(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None,
 
 
 def _nearest_in_book(x: torch.Tensor, number: Number) -> torch.Tensor:
+    if number is Number.FP4_E2M1:
+        return (torch.bucketize(x.abs().contiguous(), _middles(number, x.device)) + 8 * torch.signbit(x)).to(torch.uint8)
+    return torch.bucketize(x.contiguous(), _middles(number, x.device)).to(torch.uint8)
+
+
+@functools.cache
+def _middles(number: Number, device: torch.device) -> torch.Tensor:
+    """The values between neighbours of a code book; of its magnitudes for FP4, where a tie goes to the even code and -0.0 keeps its sign, as in the other float types."""
     book = _CODE_BOOKS[number]
-    if number is Number.FP4_E2M1:  # a tie goes to the even code, and -0.0 keeps its sign, as in the other float types
-        magnitudes = torch.tensor(book[:8])
-        middles = (magnitudes[:-1] + magnitudes[1:]) / 2
-        middles[1::2] = torch.nextafter(middles[1::2], torch.zeros(3))
-        return (torch.bucketize(x.abs().contiguous(), middles) + 8 * torch.signbit(x)).to(torch.uint8)
-    return torch.bucketize(x.contiguous(), torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(book)])).to(torch.uint8)
+    if number is not Number.FP4_E2M1:
+        return torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(book)], device=device)
+    magnitudes = torch.tensor(book[:8])
+    middles = (magnitudes[:-1] + magnitudes[1:]) / 2
+    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros(3))
+    return middles.to(device)
 
 
 def decode(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:
@@ -261,7 +280,7 @@ def decode(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, 
     if scheme.number in _FLOAT_TYPES:
         return codes.view(_FLOAT_TYPES[scheme.number]).float() * scale
     if scheme.number in _CODE_BOOKS:
-        return code_book(scheme.number)[codes.long()] * scale
+        return _on(scheme.number, codes.device)[codes.long()] * scale
     if scheme.symmetry is Symmetry.OFFSET and zero is not None:
         return codes.float() * scale + zero
     return (codes.float() - zero.float() if zero is not None else codes.float()) * scale
@@ -299,7 +318,7 @@ def dequantize(q: QuantizedLinear) -> torch.Tensor:
 
 def activation_scale(amount: torch.Tensor, number: Number) -> torch.Tensor:
     """The fp32 scale that maps magnitudes up to `amount` onto a number type: half of its steps for integers (127.5 for int8), as compressed-tensors has it; 1 for 0."""
-    scale = amount / largest(Scheme(number, Granularity(Per.TENSOR)))
+    scale = divided(amount, largest(Scheme(number, Granularity(Per.TENSOR))))
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 

@@ -22,7 +22,7 @@ from qforge.plan import Plan, make_plan
 from qforge.progress import SILENT, Progress
 from qforge.recipe import Recipe, load_recipe
 from qforge.stages import artifact as artifacts
-from qforge.stages import auto, evidence, exports, outcome, tasks
+from qforge.stages import auto, evidence, exported, exports, importance, outcome, tasks
 from qforge.stages.auto import Choice
 from qforge.stages.candidates import DEFAULT, Candidates, candidates
 from qforge.stages.estimates import Estimate, activation_budget, estimate
@@ -140,6 +140,8 @@ def quantize(
         with meter.stage("verify"):
             engine = "auto" if recipe.evaluate is None else recipe.evaluate.engine
             made = exports.verify_all(made, artifact, written["sha256"], engine, texts.evaluation, out, journal, progress)
+            if recipe.evaluate is not None and recipe.evaluate.exports and texts.evaluation is not None:
+                made = exported.scored(made, merged, texts.evaluation, out, journal, progress)
         if journal.computed:
             meter.keep(out / "work" / "meter.json")
         else:
@@ -151,7 +153,8 @@ def quantize(
 
 
 def evaluate(
-    model: str | Path, *, against: str | Path | None = None, text: str = "builtin", window: int = 2048, engine: str = "auto", activations: str = "fp", progress: Progress = SILENT
+    model: str | Path, *, against: str | Path | None = None, text: str = "builtin", window: int = 2048, engine: str = "auto", activations: str = "fp", device: str = "cpu",
+    tensor_parallel: int = 1, progress: Progress = SILENT,
 ) -> Evaluation:  # fmt: skip
     """Perplexity of a model on a text and, with `against`, its divergence from another model.
 
@@ -160,19 +163,26 @@ def evaluate(
         against: the reference, likewise.
         text: `builtin`, a `.txt` or `.jsonl` file, or a hub data set.
         window: tokens in a window; capped at the model's context.
-        engine: `auto`, `runtime` or `transformers`, for `model`; the reference runs on transformers' code in fp32.
+        engine: for `model`: `auto`, `runtime` or `transformers`; or `llama.cpp` for a .gguf file and `onnxruntime` for the folder of an ONNX export, which then is scored on the
+            token ids of `against`, where that is given. The reference runs on transformers' code in fp32.
         activations: `fp`, `int16` or `int8`, of the runtime.
+        device: `cpu`, `cuda` or `cuda:N`: where the runtime runs `model`.
+        tensor_parallel: processes that share it there.
         progress: told what is going on.
     """
     return_freed_memory()
-    candidate = _open_exactly(model)
     reference = None if against is None else _open_exactly(against)
+    scorer = None
+    if engine in exported.FOREIGN:
+        evidence.only_runtime(f"{engine} was asked for", activations, device, tensor_parallel)
+        scorer = exported.foreign(engine, Path(model))
+    candidate = _open_exactly(model) if scorer is None or reference is None else reference
     tokenizer = candidate.tokenizer()
     read = documents(text, role="evaluation", folder=Path(), tokenizer=tokenizer)
     windows = evaluation_windows(read, tokenizer, window, context=getattr(candidate.config, "max_position_embeddings", None))
     for note in (*windows.notes, *_promised(windows)):
         progress.note(note)
-    return evidence.measure(candidate, reference, windows, engine, progress, activations)
+    return evidence.measure(candidate, scorer or evidence.engine_for(candidate, engine, activations, device, tensor_parallel), reference, windows, progress)
 
 
 def _open_exactly(model: str | Path) -> Model:
@@ -195,10 +205,9 @@ def export(artifact: str | Path, format: str, *, type: str | None = None, out: s
 
 def _planned(recipe: Recipe, merged: Model, model: Model, blocks: BlockModel, choices: Candidates | None, choice: Choice | None = None) -> Plan:
     """The plan; with method auto for what was chosen, or before that for a draft of about the budget's size."""
-    if choices is None:
-        return make_plan(recipe, model, blocks, merged)
-    planned = make_plan(recipe, model, blocks, merged, choices.draft() if choice is None else choice.schemes)
-    return replace(planned, notes=(*choices.notes, *planned.notes))
+    chosen = () if choices is None else (choices.draft() if choice is None else choice.schemes,)
+    planned = make_plan(recipe, model, blocks, merged, *chosen)
+    return replace(planned, notes=(*(() if choices is None else choices.notes), *planned.notes, *importance.said(recipe, planned)))
 
 
 def _promised(windows: EvaluationWindows | None) -> tuple[str, ...]:
@@ -223,7 +232,7 @@ def _budget(recipe: Recipe, planned: Plan, blocks: BlockModel, texts: Texts) -> 
 
 def _tokens(recipe: Recipe, planned: Plan, texts: Texts) -> tuple[int, int]:
     """Of calibration and of evaluation, for the texts that were gathered; `generated` calibration text counts as asked for."""
-    asked = recipe.calibration.samples * recipe.calibration.sequence_length if planned.needs else 0
+    asked = recipe.calibration.tokens if planned.needs else 0
     return asked if texts.calibration is None else texts.calibration.tokens, 0 if texts.evaluation is None else texts.evaluation.tokens
 
 

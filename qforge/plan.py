@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 
-import torch
-
 from qforge.engines import tasks
-from qforge.errors import MissingCapabilityError, RecipeError, UnsupportedError
+from qforge.errors import RecipeError, UnsupportedError
 from qforge.layouts import checkpoint
 from qforge.layouts.compressed_tensors_config import experts_problem
 from qforge.methods import Options, Quantizer, Transform, find, find_transforms, statistics_needed
+from qforge.methods.device import check_runs_there, device_of
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
 from qforge.models.tying import HEAD, shared_table, untied_because
@@ -91,6 +90,7 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
     layers, notes = _layers(recipe, model, blocks, quantizer, chosen or {})
     schemes = list(dict.fromkeys(p.scheme for p in layers if p.scheme is not None))
     options = _options(recipe.quantize.options, schemes)
+    check_runs_there(device_of(recipe.run.device), options)
     unread = experts_problem(p.scheme for p in layers if p.name in blocks.experts) if schemes else None
     if unread is not None:
         notes.append(f"transformers 5.23 {unread}, so that it does not run this artifact as it is meant; qforge does, and other programs that follow its quantization_config")
@@ -106,7 +106,7 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
         notes.append(f"rotate unties embedding and output head, since only the head takes the last norm's weight: {more / 1e6:,.1f} MB more, unless the head is quantized, too")
     stored, weights, total = _sizes(model, layers)
     bits_per_weight = stored / weights if weights else 8.0 * model.dtype.itemsize
-    tokens = recipe.calibration.samples * recipe.calibration.sequence_length if needed else 0
+    tokens = recipe.calibration.tokens if needed else 0
     widest = max((p.in_features for p in layers if p.scheme is not None), default=0)
     # both streams, in the journal and on their way (16 D); the unquantized block's inputs in half precision; what a block's code has left behind where it waits (12 D, two widest)
     # a tuned block's inputs are kept once more (4 D)
@@ -117,10 +117,7 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
 
 def _refuse_unavailable(recipe: Recipe, model: Model) -> None:
     run = recipe.run
-    if run.device.startswith("cuda"):
-        if not torch.cuda.is_available():
-            raise MissingCapabilityError(f"run.device: {run.device}, but this machine has no usable CUDA device; use device: cpu")
-        raise UnsupportedError(f"run.device: {run.device} is not available yet; use device: cpu")
+    device_of(run.device)
     if run.workers != 1:
         raise UnsupportedError(f"run.workers: {run.workers} is not available yet; use workers: 1")
     unrun = "evaluate.engine is transformers" if recipe.evaluate is not None and recipe.evaluate.engine == "transformers" else supports(model.spec)

@@ -5,7 +5,8 @@ Letters: O output features, I input features, R x C shape of the scales (`Scheme
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -53,6 +54,11 @@ class QuantizedLinear:
     def in_features(self) -> int:
         """Columns of the weight."""
         return int(self.codes.shape[-1])
+
+    def to(self, device: torch.device | str) -> QuantizedLinear:
+        """The same on a device; itself where it is there already."""
+        moved: dict[str, Any] = {f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), torch.Tensor)}
+        return self if moved["codes"] is self.codes else replace(self, **moved)
 
     def equals(self, other: QuantizedLinear) -> bool:
         """Whether scheme and every tensor are equal bit for bit."""

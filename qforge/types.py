@@ -89,6 +89,21 @@ class Flips:
 
 
 @dataclass(frozen=True, slots=True)
+class Greedy:
+    """Greedy continuations: how many tokens of each (`kept`, in the order of the text) are also the original's first choices before one is not; `limit` tokens were written.
+
+    `mean` of them, with an interval that resamples `cluster`s; `whole`: the share of continuations that never departed.
+    """
+
+    limit: int
+    cluster: str
+    kept: list[int]
+    mean: float
+    mean_ci95: tuple[float, float] | None
+    whole: float
+
+
+@dataclass(frozen=True, slots=True)
 class PositionBin:
     """Mean KL divergence of the tokens that have `start` to `stop - 1` tokens before them in their window; `error`: standard error over clusters, None for a single one."""
 
@@ -191,6 +206,7 @@ class Evaluation:
     top5_agreement_ci95: tuple[float, float] | None = None
     delta_p: DeltaP | None = None
     flips: Flips | None = None
+    greedy: Greedy | None = None
     kl_by_position: list[PositionBin] = field(default_factory=list)
     kl_histogram: Histogram | None = None
     worst_tokens: list[WorstToken] = field(default_factory=list)
@@ -202,7 +218,10 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """One reading of an export, compared with the artifact or our runtime. `executed`: an engine that is not ours ran it; otherwise its weights were only read and compared."""
+    """One reading of an export, compared with the artifact or our runtime. `executed`: an engine that is not ours ran it; otherwise its weights were only read and compared.
+
+    `text_equal`: whether text becomes the same tokens, end tokens and chat template included; None where that was not what was read.
+    """
 
     engine: str
     version: str
@@ -212,11 +231,33 @@ class Verification:
     weights_equal: bool | None = None
     note: str | None = None
     executed: bool = False
+    text_equal: bool | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was found to differ that has to be equal."""
+        return self.weights_equal is not False and self.text_equal is not False
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFigures:
+    """An exported file in the engine that runs it, on the run's evaluation text, beside the original: figures and intervals as in `Evaluation`."""
+
+    engine: str
+    tokens: int
+    perplexity: float
+    perplexity_ci95: tuple[float, float] | None
+    perplexity_ratio: float | None
+    perplexity_ratio_ci95: tuple[float, float] | None
+    kl_mean: float | None
+    kl_mean_ci95: tuple[float, float] | None
+    top1_agreement: float | None
+    top1_agreement_ci95: tuple[float, float] | None
 
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """One export. `lossless`: equal codes, equal scales, equal fp32 dequantization. `skipped_because`: why it, or a verifier of it, was left out."""
+    """One export. `lossless`: equal codes, scales and fp32 dequantization. `skipped_because`: why it, or a verifier of it, was left out. `measured`: by `evaluate.exports`."""
 
     format: str
     path: str | None = None
@@ -225,6 +266,7 @@ class ExportResult:
     lossless: bool | None = None
     verified_by: list[Verification] = field(default_factory=list)
     skipped_because: str | None = None
+    measured: ExportFigures | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +283,10 @@ class GateResult:
 
 @dataclass(frozen=True, slots=True)
 class LayerResult:
-    """One linear: its scheme (`None`: left as it was), the relative error of its weight (Frobenius) and, with calibration, of its output; the `tokens` of calibration."""
+    """One linear: its scheme (`None`: left as it was), the relative error of its weight (Frobenius) and, with calibration, of its output; the `tokens` of calibration.
+
+    `input_peak`: the largest input on the calibration text in units of the root mean square of all (4 to 5 for a normal distribution; outlier channels give tens and hundreds).
+    """
 
     name: str
     scheme: str | None
@@ -250,13 +295,15 @@ class LayerResult:
     bits_per_weight: float | None = None
     note: str | None = None
     tokens: int | None = None
+    input_peak: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BlameResult:
     """What came back when a part of the model was restored to full precision: `kl_mean` of the rest, and the share of the whole divergence that went (`returned`).
 
-    `name`: a decoder block, a linear, or `everything outside of the blocks`; `part_of`: the block that a linear was singled out of.
+    `name`: a decoder block, a linear, `everything outside of the blocks`, or `the engine (NAME VERSION)`: then what is restored is transformers' code over the same files, and
+    the share is that of the engine's own divergence. `part_of`: the block that a linear was singled out of.
     """
 
     name: str
@@ -267,12 +314,13 @@ class BlameResult:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Where a divergence comes from, largest share first, measured on `tokens` positions. `words`: what that comes to."""
+    """Where a divergence comes from, largest share first, measured on `tokens` positions. `words`: what that comes to. `groups`: of the first linear's inputs, each alone."""
 
     tokens: int
     kl_mean: float
     parts: list[BlameResult]
     words: str
+    groups: list[BlameResult] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,8 +351,8 @@ class Results:
 
     @property
     def passed(self) -> bool:
-        """Whether no gate that is an error failed, and every export holds the artifact's weights."""
-        return all(g.passed or g.on != "error" for g in self.gates) and not any(v.weights_equal is False for e in self.exports for v in e.verified_by)
+        """Whether no gate that is an error failed, and every export holds the artifact's weights and reads text as it does."""
+        return all(g.passed or g.on != "error" for g in self.gates) and all(v.passed for e in self.exports for v in e.verified_by)
 
     def to_json(self) -> str:
         """The text of results.json."""

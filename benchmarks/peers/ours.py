@@ -35,7 +35,7 @@ def run(job: Run, model: Path, tokens: Tokens, folder: Path) -> None:
     if done.returncode != 0:
         raise RuntimeError(f"qforge ended with {done.returncode}: {done.stderr.strip()[-500:]}")
     results = json.loads((folder / "run" / "results.json").read_text())
-    seen = results["calibration"] and results["calibration"]["sha256"]
+    seen = results["calibration"] and results["calibration"]["sampled_sha256"]
     if seen not in (None, tokens.calibration.sha256):
         raise RuntimeError(f"the run was calibrated on the ids {seen}, the peers see {tokens.calibration.sha256}")
     save_file(changed(open_model(str(folder / "run")), open_model(str(model))), folder / "weights.safetensors")
@@ -46,11 +46,13 @@ def recipe(job: Run, model: Path, tokens: Tokens) -> dict[str, Any]:
     """The recipe as YAML's JSON subset."""
     methods = job.method.split("+")
     samples, length = tokens.calibration.ids.shape
+    options = dict(job.options)
+    generated = options.pop("generated", 0)  # sequences that the model writes itself, besides those that all tools are given
     return {
         "version": 1,
         "model": {"source": str(model.resolve())},
-        "calibration": {"source": str(tokens.calibration_file.resolve()), "samples": samples, "sequence_length": length, "seed": 0},
-        "quantize": {"method": methods if len(methods) > 1 else methods[0], "scheme": job.scheme, "options": dict(job.options)},
+        "calibration": {"source": str(tokens.calibration_file.resolve()), "samples": samples, "sequence_length": length, "generated": generated, "seed": 0},
+        "quantize": {"method": methods if len(methods) > 1 else methods[0], "scheme": job.scheme, "options": options},
         "evaluate": None,
     }
 
@@ -67,13 +69,14 @@ def changed(artifact: Model, original: Model) -> dict[str, torch.Tensor]:
 
 
 def cost(job: Run, results: dict[str, Any]) -> dict[str, Any]:
-    """What run_peer.py writes for the others: the work without opening and tokenizing; resident memory after the imports, and its peak during the work."""
+    """What run_peer.py writes for the others: the work without opening and tokenizing, but with writing text; resident memory after the imports, and its peak during the work."""
     seconds, memory = results["timings"], results["memory"]
+    measured = ["quantize", "write"] + (["texts"] if dict(job.options).get("generated") else [])
     return {
         "name": f"{job.name} {job.scheme}",
-        "wall_s": round(seconds["quantize"] + seconds["write"], 2),
+        "wall_s": round(sum(seconds[stage] for stage in measured), 2),
         "rss_before_mb": round(memory["at start"] / MIB),
-        "rss_peak_mb": round(max(memory["peak during quantize"], memory["peak during write"]) / MIB),
+        "rss_peak_mb": round(max(memory[f"peak during {stage}"] for stage in measured) / MIB),
         "rss_peak_process_mb": round(results["peak_rss_bytes"] / MIB),
         "bits_per_weight": results["artifact"]["bits_per_weight"],
         "timings": seconds,

@@ -42,4 +42,5 @@ def quantize_linear(name: str, weight: torch.Tensor, scheme: Scheme, quantizer: 
         parts = [(m / strength @ stats.hessian * (m / strength)).sum().clamp(min=0) for m in (wrong, right)]
         output = float((parts[0] / parts[1].clamp(min=1e-30)).sqrt())
     bits = scheme.storage_bits(*weight.shape) / weight.numel()
-    return q, LayerResult(name, str(scheme), relative, output, bits, note, None if stats is None else stats.tokens)
+    seen = (None, None) if stats is None else (stats.tokens, stats.peak)
+    return q, LayerResult(name, str(scheme), relative, output, bits, note, *seen)

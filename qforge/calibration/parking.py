@@ -58,7 +58,9 @@ class Parking(TorchDispatchMode):
         return result
 
     def own(self, tensor: torch.Tensor) -> None:
-        """A tensor that belongs to the call alone."""
+        """A tensor that belongs to the call alone; one on a card stays there."""
+        if tensor.device.type != "cpu":
+            return
         key = tensor.untyped_storage()._cdata
         lot = self._lots.get(key)
         if lot is not None and lot.storage() is None:  # a new storage where a dead one was
@@ -70,6 +72,8 @@ class Parking(TorchDispatchMode):
 
     def wake(self, tensor: torch.Tensor, *, changes: bool = False) -> None:
         """Bring a tensor's values back, if they are away; `changes`: they may be written to."""
+        if tensor.device.type != "cpu":
+            return
         storage = tensor.untyped_storage()
         lot = self._lots.get(storage._cdata)
         if lot is None:
@@ -120,9 +124,10 @@ class Parking(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an operation's arguments or results, which nest lists at most."""
+    """The tensors in an operation's arguments or results, which nest lists at most; those on a card stay there."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            if value.device.type == "cpu":
+                yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)

@@ -28,11 +28,12 @@ class Room:
         self.used = 0
 
     def keep(self, tensor: torch.Tensor) -> Kept:
-        """Keep a tensor (not a copy, where it stays in memory).
+        """Keep a tensor in the processor's memory or in the file (not a copy, where it stays in memory).
 
         Raises:
             OutputError: the disk is full.
         """
+        tensor = tensor.cpu()
         size = tensor.numel() * tensor.element_size()
         if self.spill is None or self.fits(size):
             self.used += size
@@ -60,15 +61,15 @@ class Kept:
         self._size = shape.numel() * dtype.itemsize
 
     def load(self) -> torch.Tensor:
-        """The tensor: itself where it is in memory, else read from the file."""
+        """The tensor on the device where tensors come into being: itself where it is in memory there, else a copy."""
         if self._tensor is not None:
-            return self._tensor
+            return self._tensor.to(torch.get_default_device())
         assert not self._freed
         assert self._room.spill is not None
-        target = torch.empty(self.shape, dtype=self.dtype)
+        target = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         with self._room.clock.part("spill"):
             self._room.spill.read(self._place, target.data_ptr(), self._size)
-        return target
+        return target.to(torch.get_default_device())
 
     def free(self) -> None:
         """Forget it."""

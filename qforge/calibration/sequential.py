@@ -3,6 +3,8 @@
 A finished block is a piece in the journal, and now and then so are the hidden states after it, so that a killed run goes on where it was, with
 the same bytes.
 
+Everything is computed where tensors come into being: within `with torch.device(card)` on a card, block after block, what waits between two blocks in the processor's memory.
+
 Letters: B windows, T tokens, D hidden width, I input features.
 """
 
@@ -100,7 +102,7 @@ def quantize_blocks(job: Job, windows: torch.Tensor | None, store: Store, progre
     blocks = job.blocks
     stages = blocks.num_blocks + (blocks.head_name in job.schemes)
     finished = 0
-    while finished < stages and store.load(finished) is not None:
+    while finished < stages and _loaded(store, finished) is not None:
         finished += 1
     if finished == stages:
         return
@@ -108,7 +110,7 @@ def quantize_blocks(job: Job, windows: torch.Tensor | None, store: Store, progre
     clock, kept, took = job.room.clock, time.monotonic(), 0.0
     for index in progress.track(range(finished, stages), "quantize", stages - finished):
         piece = _head(job, streams) if index == blocks.num_blocks else _quantize_block(job, index, streams)
-        with clock.part("write"):
+        with clock.part("write"), torch.device("cpu"):
             store.save(index, piece)
             del piece  # or it would lie beside the next block
             if streams is not None and index + 1 < stages and time.monotonic() - kept >= max(store.hidden_every, SAVING_SHARE * took):
@@ -121,7 +123,8 @@ def quantize_blocks(job: Job, windows: torch.Tensor | None, store: Store, progre
 def _inputs_of(job: Job, index: int, windows: torch.Tensor, store: Store) -> Streams:
     """Hidden states that block `index` takes: the newest kept ones, replayed through the finished blocks after them."""
     batches = windows.split(max(1, BATCH_TOKENS // windows.shape[1]))
-    found = next(((done, hidden) for done in range(index - 1, -1, -1) if (hidden := store.load_hidden(done)) is not None), None)
+    with torch.device("cpu"):
+        found = next(((done, hidden) for done in range(index - 1, -1, -1) if (hidden := store.load_hidden(done)) is not None), None)
     streams = Streams([], [] if job.follows_original else None, torch.empty(0))
     with job.room.clock.part("load"):
         steps = [] if job.tuner is None else [b[rows] for b in (batches[0], batches[-1]) for rows in step_rows(*b.shape)]
@@ -133,13 +136,19 @@ def _inputs_of(job: Job, index: int, windows: torch.Tensor, store: Store) -> Str
             elif found is None:
                 _add(job, streams, embedded, embedded)
     if found is not None:
-        for i in range(len(batches)):
-            _add(job, streams, found[1][f"quantized.{i}"].load(), found[1][f"original.{i}"].load() if streams.original is not None else None)
+        with torch.device("cpu"):
+            for i in range(len(batches)):
+                _add(job, streams, found[1][f"quantized.{i}"].load(), found[1][f"original.{i}"].load() if streams.original is not None else None)
     for done in range(0 if found is None else found[0] + 1, index):
-        piece = store.load(done)
+        piece = _loaded(store, done)
         assert piece is not None
         _replay(job, done, piece, streams)
     return streams
+
+
+def _loaded(store: Store, index: int) -> Piece | None:
+    with torch.device("cpu"):
+        return store.load(index)
 
 
 def _add(job: Job, streams: Streams, quantized: torch.Tensor, original: torch.Tensor | None) -> None:
@@ -156,12 +165,14 @@ def _named(streams: Streams) -> Hidden:
 def _replay(job: Job, index: int, piece: Piece, streams: Streams) -> None:
     """Run a finished block on all batches of both streams, in place."""
 
+    linears = {name: q.to(torch.get_default_device()) for name, q in piece.linears.items()}
+
     def dequantized(tensor_name: str) -> torch.Tensor | None:
-        q = piece.linears.get(tensor_name.removesuffix(".weight")) if tensor_name.endswith(".weight") else None
+        q = linears.get(tensor_name.removesuffix(".weight")) if tensor_name.endswith(".weight") else None
         return piece.tensors.get(tensor_name) if q is None else numerics.dequantize(q)
 
     def rounding(name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        q = piece.linears.get(name)
+        q = linears.get(name)
         return None if q is None else numerics.input_rounding(q.scheme, q.input_scale)
 
     with job.room.clock.part("replay"):
@@ -199,7 +210,7 @@ def _quantize_block(job: Job, index: int, streams: Streams | None) -> Piece:
                 if name not in done:
                     unreached = None if streams is None else Stats(0, absmax=largest.get(_kind(name)))
                     done[name] = quantize_linear(name, linear.weight.detach(), job.schemes[name], job.quantizer, unreached, job.options)
-    return Piece({n: done[n][0] for n in linears}, [done[n][1] for n in linears], folds.tensors)
+    return Piece({n: done[n][0].to("cpu") for n in linears}, [done[n][1] for n in linears], {n: t.cpu() for n, t in folds.tensors.items()})
 
 
 def _quantize_in_order(
@@ -277,7 +288,7 @@ def _head(job: Job, streams: Streams | None) -> Piece:
         stats = None if streams is None else _head_statistics(job, weight.shape[1], streams)
     with job.room.clock.part("solve"):
         q, layer = quantize_linear(name, weight, job.schemes[name], job.quantizer, stats, job.options)
-    return Piece({name: q}, [layer])
+    return Piece({name: q.to("cpu")}, [layer])
 
 
 def _head_statistics(job: Job, in_features: int, streams: Streams) -> Stats:

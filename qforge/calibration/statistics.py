@@ -5,6 +5,8 @@ Letters: I input features, N rows (tokens).
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from qforge.methods import Stats, native
@@ -24,6 +26,7 @@ class Sums:
 
     def __init__(self, needs: frozenset[str], in_features: int) -> None:
         self._tokens, self._in_features = 0, in_features
+        self._largest = self._energy = 0.0
         self._hessian = torch.zeros(in_features, in_features) if "hessian" in needs else None
         self._cross = torch.zeros(in_features, in_features) if "cross" in needs else None
         self._absmax = torch.zeros(in_features) if "absmax" in needs else None
@@ -35,6 +38,9 @@ class Sums:
         """Add inputs `[..., I]`, and what the unquantized model has in their place (for `cross`)."""
         x = inputs.reshape(-1, inputs.shape[-1]).float().contiguous()
         first, self._tokens = self._tokens, self._tokens + x.shape[0]
+        if x.numel():
+            self._largest = max(self._largest, float(torch.linalg.vector_norm(x, math.inf)))
+            self._energy += float(torch.linalg.vector_norm(x)) ** 2
         if self._hessian is not None:
             _add_square(x, self._hessian)
         if self._cross is not None and originals is not None:
@@ -61,7 +67,11 @@ class Sums:
             for start in range(0, len(self._hessian), width):
                 self._hessian[start : start + width, start + width :] = self._hessian[start + width :, start : start + width].T
         sample = None if self._sample is None else torch.cat([torch.empty(0, self._in_features), *self._sample])
-        return Stats(self._tokens, self._hessian, self._cross, self._absmax, sample)
+        return Stats(self._tokens, self._hessian, self._cross, self._absmax, sample, self._peak())
+
+    def _peak(self) -> float | None:
+        known = self._energy > 0 and math.isfinite(self._energy)
+        return self._largest / math.sqrt(self._energy / (self._tokens * self._in_features)) if known else None
 
 
 def _add_square(x: torch.Tensor, into: torch.Tensor) -> None:

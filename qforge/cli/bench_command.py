@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from qforge.cli import options
 from qforge.files import write_text
 from qforge.scheme import ACTIVATIONS
 
@@ -20,11 +21,23 @@ from qforge.scheme import ACTIVATIONS
 @click.option(
     "--activations", type=click.Choice(["all", *ACTIVATIONS]), default="all", show_default=True, help="fp is accurate; int16 and int8 round activations on the fly (faster)."
 )
-@click.option("--kv-cache", type=click.Choice(["fp32", "fp16", "int8"]), default="fp32", show_default=True, help="How keys and values are stored; fp32 equals the reference.")
+@click.option(
+    "--kv-cache",
+    type=click.Choice(["fp32", "fp16", "int8", "fp8"]),
+    help="How keys and values are stored; fp32 (the default) equals the reference. On a GPU: fp16 (the default), int8, fp8.",
+)
+@options.device
 @click.option("--json", "json_path", metavar="FILE", help="Write the figures to a file; - writes only JSON to stdout.")
-def command(model: str, activations: str, kv_cache: str, json_path: str | None) -> None:
+@click.option("--tune", is_flag=True, help="Instead, find the fastest tiles for MODEL's products on this machine's GPU, and keep them in the cache folder for every later run.")
+def command(model: str, activations: str, kv_cache: str | None, device: options.Device, json_path: str | None, tune: bool) -> None:
     """Measure MODEL: prefill and decode speed, time to first token, time per token, memory, loading time, and how much of the memory's bandwidth decoding uses."""
-    result = _measure(model, list(ACTIVATIONS) if activations == "all" else [activations], kv_cache)
+    if tune:
+        from qforge.cli.tiles import tune_tiles
+
+        tune_tiles(model, json_path)
+        return
+    every = list(ACTIVATIONS) if device.name == "cpu" else ["fp"]
+    result = _measure(model, every if activations == "all" else [activations], kv_cache, device)
     text = json.dumps(result, indent=1)
     if json_path == "-":
         click.echo(text)
@@ -34,26 +47,34 @@ def command(model: str, activations: str, kv_cache: str, json_path: str | None) 
         _show(result)
 
 
-def _measure(model: str, kinds: list[str], kv_cache: str) -> dict[str, Any]:
+def _measure(model: str, kinds: list[str], kv_cache: str | None, device: options.Device) -> dict[str, Any]:
     """Times to first token and per token, and the loading time, are those of the first kind."""
     from qforge.ops.native_module import default_threads, instruction_sets
     from qforge.runtime import LLM
     from qforge.runtime.bench import measure, read_bandwidth
 
-    bandwidth = read_bandwidth()
-    runs, kernels, seconds = [], {}, []
+    bandwidth = read_bandwidth() if device.name == "cpu" else None
+    runs, kernels, seconds, recorded = [], {}, [], None
     for kind in kinds:
         start = time.perf_counter()
-        llm = LLM(model, activations=kind, kv_cache=kv_cache)
+        llm = LLM(model, activations=kind, kv_cache=kv_cache, device=device.name, tensor_parallel=device.processes)
         seconds.append(time.perf_counter() - start)
-        kernels[kind] = llm.kernels()
+        kernels[kind], recorded = llm.kernels(), llm.recorded
         runs.append(measure(llm, kind, bandwidth))
         del llm
     from qforge.stages.outcome import environment
 
     machine = {"threads": default_threads(), "instruction_set": next(iter(instruction_sets()), None), "read_bandwidth": bandwidth}
     return {
-        "environment": environment() | machine | {"kernels": kernels, "kv_cache": kv_cache},
+        "environment": environment()
+        | machine
+        | {
+            "kernels": kernels,
+            "kv_cache": kv_cache or ("fp32" if device.name == "cpu" else "16 bits"),
+            "device": device.name,
+            "tensor_parallel": device.processes,
+            "recorded_steps": recorded,
+        },
         **{name: [row for run in runs for row in run[name]] for name in ("prefill", "decode")},
         **{name: runs[0][name] for name in ("ttft_ms", "tpot_ms")},
         "peak_rss_bytes": _peak_rss(),
@@ -69,6 +90,9 @@ def _show(result: dict[str, Any]) -> None:
         click.echo(f"decode   {row['activations']:4s} batch {row['batch']:3d}, context {row['context']:4d}  {row['tokens_per_second']:9.1f} tokens/s{share}")
     for key, name in (("ttft_ms", "first token"), ("tpot_ms", "each further token")):
         click.echo(f"{name:36s} {result[key]['p50']:9.1f} ms (p99 {result[key]['p99']:.1f})")
+    recorded = result["environment"]["recorded_steps"]
+    if recorded is not None:
+        click.echo(f"decode steps of {', '.join(map(str, recorded['sizes']))} sequences recorded in {recorded['seconds']:.1f} s")
     bandwidth = result["environment"]["read_bandwidth"]
     read = "" if bandwidth is None else f", memory read at {bandwidth / 1e9:.1f} GB/s"
     click.echo(f"loaded in {result['load_seconds']:.1f} s, peak memory {result['peak_rss_bytes'] / 2**20:.0f} MiB{read}")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import click
 
+from qforge.cli import options
 from qforge.scheme import ACTIVATIONS
+
+ENGINES = ("auto", "runtime", "transformers", "llama.cpp", "onnxruntime")
 
 
 @click.command("eval", help="Perplexity of MODEL on a text and, with --against, its divergence from another model.")
@@ -12,10 +15,17 @@ from qforge.scheme import ACTIVATIONS
 @click.option("--against", metavar="MODEL", help="The reference model.")
 @click.option("--text", default="builtin", show_default=True, help="builtin, a .txt or .jsonl file, or a hub data set.")
 @click.option("--window", type=click.IntRange(min=2), default=2048, show_default=True, help="Tokens in a window; capped at the model's context.")
-@click.option("--engine", type=click.Choice(["auto", "runtime", "transformers"]), default="auto", show_default=True, help="What computes MODEL's figures.")
+@click.option(
+    "--engine",
+    type=click.Choice(ENGINES),
+    default="auto",
+    show_default=True,
+    help="What computes MODEL's figures; llama.cpp takes a .gguf file, onnxruntime the folder of an ONNX export.",
+)
 @click.option("--activations", type=click.Choice(ACTIVATIONS), default="fp", show_default=True, help="fp is accurate; int16 and int8 round activations on the fly (faster).")
 @click.option("--json", "json_file", metavar="FILE", help="Write the evaluation as JSON; - for stdout.")
-def command(model: str, against: str | None, text: str, window: int, engine: str, activations: str, json_file: str | None) -> None:
+@options.device
+def command(model: str, against: str | None, text: str, window: int, engine: str, activations: str, json_file: str | None, device: options.Device) -> None:
     """The verb."""
     import json
     from dataclasses import asdict
@@ -25,7 +35,9 @@ def command(model: str, against: str | None, text: str, window: int, engine: str
     from qforge.cli.progress import TerminalProgress
 
     with TerminalProgress() as progress:
-        evaluation = pipeline.evaluate(model, against=against, text=text, window=window, engine=engine, activations=activations, progress=progress)
+        evaluation = pipeline.evaluate(
+            model, against=against, text=text, window=window, engine=engine, activations=activations, device=device.name, tensor_parallel=device.processes, progress=progress
+        )
     if json_file is not None:
         write_json(json_file, json.dumps(asdict(evaluation), indent=1, allow_nan=False) + "\n")
     print_evaluation(evaluation, to_stderr=json_file == "-")

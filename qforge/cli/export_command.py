@@ -9,10 +9,10 @@ import click
 
 @click.command("export", help="Write ARTIFACT in another format, read it back, and run it where an engine for it is at hand.")
 @click.argument("artifact")
-@click.option("--format", "format_name", required=True, help="gguf, gptq, awq, compressed-tensors or bitsandbytes.")
+@click.option("--format", "format_name", required=True, help="gguf, onnx, openvino, tensorrt, triton, trtllm, mlx, ascend, gptq, awq, compressed-tensors or bitsandbytes.")
 @click.option("--type", "type_name", help="The format's own type, for example q4_0; the scheme decides unless given.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write.")
-def command(artifact: str, format_name: str, type_name: str | None, out: Path | None) -> None:
+def command(artifact: str, format_name: str, type_name: str | None, out: Path | None) -> int:
     """The verb."""
     from qforge import pipeline
     from qforge.cli.output import print_export
@@ -21,3 +21,4 @@ def command(artifact: str, format_name: str, type_name: str | None, out: Path | 
     with TerminalProgress() as progress:
         result = pipeline.export(artifact, format_name, type=type_name, out=out, progress=progress)
     print_export(result)
+    return 0 if all(v.passed for v in result.verified_by) else 1

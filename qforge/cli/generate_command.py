@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from qforge.cli import options
 from qforge.cli.prompts import read_prompts
 from qforge.errors import DataError
 from qforge.files import write_text
@@ -23,14 +24,20 @@ from qforge.scheme import ACTIVATIONS
 @click.option("--seed", type=click.IntRange(min=0), help="Sample the same tokens again; without it every run differs (unless greedy).")
 @click.option("--json", "json_path", metavar="FILE", help="Write {outputs: [...]} to a file; - writes only JSON to stdout.")
 @click.option("--activations", default="fp", show_default=True, type=click.Choice(ACTIVATIONS), help="fp is accurate; int16 and int8 round activations on the fly (faster).")
-def command(model: str, prompt: str | None, prompts: Path | None, max_tokens: int, temperature: float, seed: int | None, json_path: str | None, activations: str) -> None:
+@options.device
+def command(
+    model: str, prompt: str | None, prompts: Path | None, max_tokens: int, temperature: float, seed: int | None, json_path: str | None, activations: str,
+    device: options.Device,
+) -> None:  # fmt: skip
     """Continue prompts with MODEL: a directory, hub id, artifact, .gguf file, or demo."""
     if (prompt is None) == (prompts is None):
         raise DataError("give either --prompt TEXT or --prompts FILE.jsonl")
     given = [prompt] if prompt is not None else read_prompts(prompts) if prompts is not None else []
     from qforge.runtime import LLM, SamplingParams
+    from qforge.runtime.running import most_sequences
 
-    llm = LLM(model, activations=activations)
+    most = None if device.name == "cpu" else min(len(given), most_sequences(device.name))  # a GPU records decode steps up to so many, which takes time
+    llm = LLM(model, activations=activations, device=device.name, tensor_parallel=device.processes, max_num_seqs=most)
     outputs = llm.generate(given, SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed))
     text = json.dumps({"outputs": [asdict(o) for o in outputs]}, ensure_ascii=False, indent=1)
     if json_path == "-":

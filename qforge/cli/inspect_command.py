@@ -8,7 +8,9 @@ from pathlib import Path
 import click
 
 
-@click.command("inspect", help="Say what PATH (a model directory, an artifact, the folder of a run, a .gguf file) holds, and whether it is sound. Exit code 2 where it is not.")
+@click.command(
+    "inspect", help="Say what PATH (a model directory, an artifact, the folder of a run or of an export, a .gguf file) holds, and whether it is sound. Exit code 2 where it is not."
+)
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, every layer included.")
 @click.option("--check", is_flag=True, help="Read every tensor, too: finite numbers, codes and scales that fit.")

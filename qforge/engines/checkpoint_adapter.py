@@ -1,14 +1,16 @@
 """Runs a Hugging Face checkpoint in transformers or GPTQModel, by itself: a request file in, log-probabilities and a JSON answer out. Imports nothing of ours.
 
 usage: python checkpoint_adapter.py REQUEST.json
-    request: {"model": path, "engine": "transformers" | "gptqmodel", "prompts": [[token id]], "modules": [name], "threads": n, "output": path}
+    request: {"model": path, "engine": "transformers" | "portable" | "gptqmodel", "prompts": [[token id]], "modules": [name], "threads": n, "output": path}
     output:  float32 [len(prompts), V], raw; on stdout, last line, {"version": ..., "weights": {module: [dtype, sha256]}, "linears": {class: count}} or {"error": ...}
 
+`portable` is transformers on a CPU that has no AVX512-BF16, for all that bitsandbytes knows.
 `weights` are those that the engine itself makes of the codes: `[O, I]`, contiguous, in its own dtype.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -27,10 +29,18 @@ def in_transformers(path: str) -> tuple[Any, str]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path)
-    kernel = {"gptq": "gptq_torch", "awq": "awq_torch"}.get(config.quantization_config["quant_method"])
+    kernel = {"gptq": "gptq_torch", "awq": "torch_awq"}.get(config.quantization_config["quant_method"])
     if kernel is not None:
         config.quantization_config["backend"] = kernel
     return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32).eval(), version("transformers")
+
+
+def in_portable(path: str) -> tuple[Any, str]:
+    """As `in_transformers`, but bitsandbytes dequantizes and multiplies in fp32, as on every CPU without AVX512-BF16."""
+    import bitsandbytes.nn.modules
+
+    bitsandbytes.nn.modules.has_avx512bf16 = lambda: False
+    return in_transformers(path)
 
 
 def in_gptqmodel(path: str) -> tuple[Any, str]:
@@ -51,6 +61,13 @@ def in_gptqmodel(path: str) -> tuple[Any, str]:
 
 def dequantized(module: Any) -> torch.Tensor:
     """`[O, I]` as the engine's own code gives it."""
+    if hasattr(module._parameters.get("weight"), "quant_state"):
+        from bitsandbytes.functional import dequantize_4bit
+
+        state = copy.copy(module.weight.quant_state)
+        state.dtype = torch.float32
+        four: torch.Tensor = dequantize_4bit(module.weight.data, state)
+        return four
     if not hasattr(module, "qweight"):
         plain: torch.Tensor = module.weight.detach()
         return plain
@@ -73,17 +90,18 @@ def hashed(weight: torch.Tensor) -> list[str]:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Run the request."""
     torch.set_num_threads(request["threads"])
-    model, label = (in_gptqmodel if request["engine"] == "gptqmodel" else in_transformers)(request["model"])
+    model, label = {"gptqmodel": in_gptqmodel, "portable": in_portable}.get(request["engine"], in_transformers)(request["model"])
     kinds: dict[str, int] = {}
+    modules = {name: model.get_submodule(name) for name in request["modules"]}
+    for module in modules.values():
+        kinds[type(module).__name__] = kinds.get(type(module).__name__, 0) + 1
     with torch.inference_mode(), open(request["output"], "wb") as out:
+        # bitsandbytes packs weights anew in its first run; compressed-tensors unpacks them in its own, and GPTQModel keeps what it was made to dequantize, here from fp32 scales
+        weights = {n: hashed(dequantized(m)) for n, m in modules.items() if hasattr(m._parameters.get("weight"), "quant_state")}
         for prompt in request["prompts"]:
             logits = model(input_ids=torch.tensor([prompt])).logits[0, -1]
             torch.log_softmax(logits.double(), -1).float().numpy().tofile(out)
-        weights = {}
-        for name in request["modules"]:
-            module = model.get_submodule(name)
-            kinds[type(module).__name__] = kinds.get(type(module).__name__, 0) + 1
-            weights[name] = hashed(dequantized(module))
+        weights |= {n: hashed(dequantized(m)) for n, m in modules.items() if n not in weights}
     return {"version": label, "weights": weights, "linears": kinds}
 
 

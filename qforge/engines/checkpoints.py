@@ -1,4 +1,4 @@
-"""transformers and GPTQModel as foreign engines: each loads a checkpoint in a process of its own, and gives log-probabilities and the weights it made of the codes."""
+"""transformers, GPTQModel, vLLM and mlx-lm as foreign engines: each loads a checkpoint in a process of its own, and gives log-probabilities and weights."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from qforge.engines import foreign
 from qforge.errors import MissingCapabilityError, ModelError
 
-_ADAPTER = Path(__file__).with_name("checkpoint_adapter.py")
+_ADAPTERS = {"mlx-lm": "mlx_adapter.py", "vLLM": "vllm_adapter.py"}  # engine -> its script, where it is not checkpoint_adapter.py
+_INSTALL = {"gptqmodel": "make engines", "mlx_lm": "pip install 'qforge[mlx]'", "bitsandbytes": "pip install 'qforge[bitsandbytes]'"}
 _BASE_S, _PER_PROMPT_S = 300.0, 5.0
 # layout -> the engine that runs it, and the package that it needs there
 _ENGINES = {
@@ -22,6 +24,7 @@ _ENGINES = {
     "awq": ("GPTQModel", "gptqmodel"),
     "compressed-tensors": ("transformers", "compressed_tensors"),
     "bitsandbytes": ("transformers", "bitsandbytes"),
+    "mlx": ("mlx-lm", "mlx_lm"),
 }
 
 
@@ -31,8 +34,9 @@ class Executed:
 
     Attributes:
         logprobs: fp32 `[len(prompts), V]`, normalised.
-        weights: per module, dtype and SHA-256 of the dequantized weight `[O, I]` as the engine's own code gives it.
+        weights: per module, dtype and SHA-256 of the dequantized weight `[O, I]` as the engine's own code gives it; none from vLLM, which packs weights when it loads them.
         linears: how many modules of which class of the engine's hold them.
+        products: of vLLM alone: the modules that one of its linears holds, its probe `[rows, I]`, and what it makes of that `[rows, O]`.
     """
 
     engine: str
@@ -40,6 +44,7 @@ class Executed:
     logprobs: torch.Tensor
     weights: Mapping[str, tuple[str, str]]
     linears: Mapping[str, int]
+    products: Sequence[tuple[list[str], torch.Tensor, torch.Tensor]] = ()
 
 
 def missing(layout: str) -> str | None:
@@ -47,22 +52,20 @@ def missing(layout: str) -> str | None:
     engine, package = _ENGINES[layout]
     if _python(package) is not None:
         return None
-    return f"{engine} runs {layout} checkpoints with the package {package}, which is not installed here: " + (
-        "make engines" if package == "gptqmodel" else f"pip install {package}"
-    )
+    return f"{engine} runs {layout} checkpoints with the package {package}, which is not installed here: {_INSTALL.get(package, f'pip install {package}')}"
 
 
 def run(layout: str, folder: Path, prompts: Sequence[Sequence[int]], modules: Sequence[str], vocab_size: int, parameters: int, *, engine: str | None = None) -> Executed:
     """Load and run a checkpoint.
 
     Args:
-        layout: `gptq`, `awq`, `compressed-tensors` or `bitsandbytes`.
+        layout: a name of `verify_checkpoint.FORMATS`.
         folder: the checkpoint.
         prompts: token ids, each prompt at least one.
         modules: names of quantized linears, whose weights are hashed.
         vocab_size: V.
         parameters: of the model; the engine holds all of them in fp32.
-        engine: `transformers` instead of the layout's own engine, in the same interpreter.
+        engine: another than the layout's own: `transformers` or `portable` (see checkpoint_adapter.py) in the same interpreter, or `vLLM`.
 
     Raises:
         MissingCapabilityError: the engine is not installed, did not answer in time, or needs more memory than is free.
@@ -76,14 +79,25 @@ def run(layout: str, folder: Path, prompts: Sequence[Sequence[int]], modules: Se
         raise MissingCapabilityError(reason)
     usual, package = _ENGINES[layout]
     engine = engine or usual
-    python = _python(package)
-    assert python is not None
+    python = foreign.interpreter("vllm", "vllm") if engine == "vLLM" else _python(package)
+    if python is None:
+        raise MissingCapabilityError("vLLM is not installed here: make vllm")
     request = {"engine": engine.lower(), "prompts": [list(map(int, p)) for p in prompts], "modules": list(modules)}
-    answer, data = foreign.ask(python, _ADAPTER, request, engine=engine, model=folder, timeout_s=_BASE_S + _PER_PROMPT_S * len(prompts))
-    if data.size != len(prompts) * vocab_size:
-        raise ModelError(f"{engine} gave {data.size} log-probabilities for {folder.name} where {len(prompts)} x {vocab_size} were asked for")
+    adapter = Path(__file__).with_name(_ADAPTERS.get(engine, "checkpoint_adapter.py"))
+    answer, data = foreign.ask(python, adapter, request, engine=engine, model=folder, timeout_s=_BASE_S + _PER_PROMPT_S * len(prompts))
+    products = answer.get("products", [])
+    sizes = [len(prompts) * vocab_size, *(rows * outputs for _, rows, _, outputs in products)]
+    if data.size != sum(sizes):
+        raise ModelError(f"{engine} gave {data.size} values for {folder.name} where {sum(sizes)} were asked for")
+    logprobs, *made = torch.from_numpy(data).split(sizes)
     weights = {name: (str(dtype), str(digest)) for name, (dtype, digest) in answer["weights"].items()}
-    return Executed(engine, str(answer["version"]), torch.from_numpy(data).view(len(prompts), vocab_size), weights, answer["linears"])
+    probes = [(names, _probe(rows, inputs), y.view(rows, outputs)) for (names, rows, inputs, outputs), y in zip(products, made, strict=True)]
+    return Executed("transformers" if engine == "portable" else engine, str(answer["version"]), logprobs.view(len(prompts), vocab_size), weights, answer["linears"], probes)
+
+
+def _probe(rows: int, inputs: int) -> torch.Tensor:
+    """What vllm_adapter.py gives to a linear."""
+    return torch.from_numpy(np.random.default_rng(0).standard_normal((rows, inputs), dtype=np.float32))
 
 
 def _python(package: str) -> Path | None:

@@ -1,20 +1,22 @@
-"""llama.cpp as a foreign engine: runs a GGUF file in a process of its own, through the prebuilt xllamacpp wheel, and gives next-token log-probabilities, weights and token ids."""
+"""llama.cpp as a foreign engine: runs a GGUF file in a process of its own, through the prebuilt xllamacpp wheel, and gives logits of whole texts, weights and token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from qforge.engines import foreign
-from qforge.errors import MissingCapabilityError, ModelError
+from qforge.engines.base import CHUNK, chunks
+from qforge.errors import MissingCapabilityError
 
 NAME = "llama.cpp"
 PACKAGE = "xllamacpp"
 _ADAPTER = Path(__file__).with_name("llama_cpp_adapter.py")
-_BASE_S, _PER_PROMPT_S = 120.0, 15.0  # generous: one position takes about 1 s, most of it writing 49,152 probabilities as text
+_SCORER = Path(__file__).with_name("llama_cpp_scorer.py")
+_TIMEOUT_S = 120.0
 
 
 def interpreter() -> Path | None:
@@ -27,37 +29,34 @@ def missing() -> str | None:
     return None if interpreter() is not None else f"llama.cpp is not installed here: pip install 'qforge[llamacpp]' (the package {PACKAGE}, prebuilt)"
 
 
-def next_token_logprobs(gguf_path: Path, prompts: Sequence[Sequence[int]], vocab_size: int, *, exact: bool = True, threads: int | None = None) -> tuple[torch.Tensor, str]:
-    """Log-probabilities of the token after each prompt, by llama.cpp.
+class LlamaCppEngine:
+    """A `Scorer` over a GGUF file, with an fp32 cache and without flash attention.
 
-    Args:
-        gguf_path: the model file.
-        prompts: token ids, each prompt at least one.
-        vocab_size: V.
-        exact: fp32 key-value cache and no flash attention (which computes in fp16), so that what differs is the weights' own kernel.
-        threads: for computing; None for all cores that the process may use.
-
-    Returns:
-        fp32 `[len(prompts), V]`, normalised, and the engine's version.
     Raises:
-        MissingCapabilityError: llama.cpp is not installed, or did not answer in time.
-        ModelError: llama.cpp refuses the file.
+        MissingCapabilityError: llama.cpp is not installed.
     """
-    python = interpreter()
-    if python is None:
-        raise MissingCapabilityError(str(missing()))
-    request = {
-        "prompts": [list(map(int, p)) for p in prompts],
-        "vocab_size": vocab_size,
-        "context": max(map(len, prompts)) + 8,
-        "exact": exact,
-        **({} if threads is None else {"threads": threads}),
-    }
-    answer, data = foreign.ask(python, _ADAPTER, request, engine=NAME, model=gguf_path, timeout_s=_BASE_S + _PER_PROMPT_S * len(prompts))
-    if data.size != len(prompts) * vocab_size:
-        raise ModelError(f"llama.cpp gave {data.size} log-probabilities for {gguf_path.name} where {len(prompts)} x {vocab_size} were asked for")
-    # its server normalises with an fp32 sum, which is off by 2e-4 over a whole vocabulary; all of it is here, so normalise again
-    return torch.log_softmax(torch.from_numpy(data).view(len(prompts), vocab_size).double(), -1).float(), str(answer["version"])
+
+    name = NAME
+
+    def __init__(self, gguf_path: Path, *, threads: int | None = None) -> None:
+        python = interpreter()
+        if python is None:
+            raise MissingCapabilityError(str(missing()))
+        self._python, self._path, self._threads = python, gguf_path, threads
+        self.version = foreign.version_of(python, PACKAGE)
+
+    def score(self, windows: list[list[int]]) -> Iterator[torch.Tensor]:
+        """See `Scorer.score`. The engine's process is a chunk ahead and no more.
+
+        Raises:
+            ModelError: llama.cpp refuses the file, or ends before all windows are scored.
+        """
+        request = {"windows": windows, "chunk": CHUNK, **({} if self._threads is None else {"threads": self._threads})}
+        with foreign.stream(self._python, _SCORER, request, engine=NAME, model=self._path) as (answer, read):
+            vocab_size = int(answer["vocab_size"])
+            for window in windows:
+                for start, stop in chunks(len(window)):
+                    yield torch.from_numpy(read((stop - start) * vocab_size)).view(stop - start, vocab_size)
 
 
 def dequantized(gguf_path: Path, tensors: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
@@ -84,7 +83,7 @@ def tokenized(gguf_path: Path, texts: Sequence[str], conversations: Sequence[Seq
         MissingCapabilityError: llama.cpp is not installed, or did not answer in time.
         ModelError: it refuses the file or a conversation.
     """
-    answer = _asked(gguf_path, {"texts": list(texts), "conversations": [list(map(dict, c)) for c in conversations], "context": 64, "exact": False})
+    answer = _asked(gguf_path, {"texts": list(texts), "conversations": [list(map(dict, c)) for c in conversations], "context": 64})
     return answer["ids"], answer["rendered"]
 
 
@@ -92,4 +91,4 @@ def _asked(gguf_path: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     python = interpreter()
     if python is None:
         raise MissingCapabilityError(str(missing()))
-    return foreign.ask(python, _ADAPTER, request, engine=NAME, model=gguf_path, timeout_s=_BASE_S)[0]
+    return foreign.ask(python, _ADAPTER, request, engine=NAME, model=gguf_path, timeout_s=_TIMEOUT_S)[0]

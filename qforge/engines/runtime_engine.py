@@ -10,8 +10,11 @@ from qforge import __version__
 from qforge.models.model import Model
 from qforge.runtime.decoder import supports
 from qforge.runtime.llm import LLM
+from qforge.runtime.sequence import SamplingParams
 
 SCORING_BLOCK = 16
+WRITING = 8  # continuations written at once
+WRITTEN_BLOCKS = 8  # of the cache, for each of them
 
 
 class RuntimeEngine:
@@ -23,10 +26,15 @@ class RuntimeEngine:
 
     version = __version__
 
-    def __init__(self, model: Model, *, threads: int | None = None, activations: str = "fp") -> None:
-        self.name = "qforge" if activations == "fp" else f"qforge ({activations} activations)"
+    def __init__(self, model: Model, *, threads: int | None = None, activations: str = "fp", device: str = "cpu", tensor_parallel: int = 1) -> None:
         context = 1 if model.spec is None else model.spec.max_positions
-        self._llm = LLM(model, activations=activations, threads=threads, block_size=SCORING_BLOCK, num_blocks=-(-context // SCORING_BLOCK))
+        blocks = max(-(-context // SCORING_BLOCK), WRITING * WRITTEN_BLOCKS) if device == "cpu" else None  # a GPU takes memory at once: as much of this as there is room for
+        said = [f"{activations} activations"] * (activations != "fp") + [f"on {device}"] * (device != "cpu")
+        self.name = f"qforge ({', '.join(said)})" if said else "qforge"
+        self._llm = LLM(
+            model, activations=activations, threads=threads, device=device, tensor_parallel=tensor_parallel, graphs=False,
+            block_size=SCORING_BLOCK, num_blocks=blocks, max_num_seqs=WRITING,
+        )  # fmt: skip
 
     @staticmethod
     def supports(model: Model) -> str | None:
@@ -36,3 +44,10 @@ class RuntimeEngine:
     def score(self, windows: list[list[int]]) -> Iterator[torch.Tensor]:
         """See `Scorer.score`."""
         return self._llm.score(windows)
+
+    def write(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        """Greedy continuations of `count` tokens, end tokens or not; of fewer where the model's context ends, none where a prompt fills it."""
+        room = min(count, self._llm.max_context - max(map(len, prompts)))
+        if room < 1:
+            return []
+        return [o.token_ids for o in self._llm.generate(prompts, SamplingParams(max_tokens=room, ignore_eos=True))]

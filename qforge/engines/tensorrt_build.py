@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from qforge.errors import MissingCapabilityError, ModelError
-from qforge.files import atomic, sha256_file
-from qforge.models.cache import cache_folder, cached_folder
+from qforge.files import atomic, cache_folder, sha256_file
+from qforge.models.cache import cached_folder
 from qforge.types import ModelSpec
 
 # What TensorRT-RTX 1.7 can be told to build for; Hopper (SM90) is not among them.

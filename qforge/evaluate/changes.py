@@ -82,7 +82,11 @@ def _layers(a: Any, b: Any) -> list[str]:
         return []
     before, after = ({x["name"]: x for x in side} for side in (a, b))
     shared = [n for n in before if n in after]
-    lines = [f"{n}: {before[n].get('scheme')} -> {after[n].get('scheme')}" for n in shared if before[n].get("scheme") != after[n].get("scheme")]
+    moved: dict[str, list[str]] = {}
+    for n in shared:
+        if before[n].get("scheme") != after[n].get("scheme"):
+            moved.setdefault(f"{before[n].get('scheme')} -> {after[n].get('scheme')}", []).append(n)
+    lines = [f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {schemes}" for schemes, names in moved.items()]
     lines += [f"{n}: only in the {which}" for which, one, other in (("baseline", before, after), ("candidate", after, before)) for n in one if n not in other]
     errors = [(n, before[n].get("relative_error"), after[n].get("relative_error")) for n in shared if before[n].get("scheme") == after[n].get("scheme")]
     grown = sorted(((y / x, n, x, y) for n, x, y in errors if x and y and y > 1.01 * x), reverse=True)
@@ -100,4 +104,9 @@ def _exports(a: Any, b: Any) -> list[str]:
 
 
 def _short(value: Any) -> str:
+    """As a reviewer reads it: hashes cut, floats to six digits, large integers with commas."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}" if abs(value) >= 100_000 else str(value)
     return value[:12] if isinstance(value, str) and len(value) == 64 else str(value)

@@ -113,6 +113,7 @@ def compare(baseline: Side, candidate: Side, gates: Sequence[str] = ()) -> Compa
         notes += _reference_note(baseline, candidate)
     else:
         notes.append("KL divergence and agreement are not compared: at least one side was evaluated without --against")
+    notes += _calibration_note(candidate)
     checks = [_gate(text, rows, baseline, candidate, sizes) for text in gates]
     passed = all(c.passed or c.on == "warn" for c in checks) if checks else all(r.verdict.word != "worse" for r in rows)
     return Comparison(baseline.path, candidate.path, rows, checks, changes(baseline.whole, candidate.whole), notes, int(sum(sizes)), len(sizes), passed)
@@ -125,6 +126,9 @@ def _check_comparable(baseline: Side, candidate: Side) -> None:
         raise DataError(f"{baseline.path} and {candidate.path} were measured on different texts (sha256 {texts}); evaluate both on one text")
     if a["protocol"] != b["protocol"]:
         p, q = (x if isinstance(x, dict) else {"protocol": x} for x in (a["protocol"], b["protocol"]))
+        if p.get("text_tokens") != q.get("text_tokens"):
+            counts = " and ".join(str(x.get("text_tokens")) for x in (p, q))
+            raise DataError(f"{baseline.path} and {candidate.path} cut one text into {counts} tokens: their tokenizers differ; compare models that share a tokenizer")
         keys = [k for k in sorted(p.keys() | q.keys()) if p.get(k) != q.get(k)]
         told = "; ".join(f"{k}: {p.get(k)!r} and {q.get(k)!r}" for k in keys)
         raise DataError(f"{baseline.path} and {candidate.path} were measured by different protocols ({told}); evaluate both with one protocol")
@@ -170,6 +174,12 @@ def _reference_note(baseline: Side, candidate: Side) -> list[str]:
     if abs(a - b) < 1e-4:
         return []
     return [f"the two were measured against different originals (perplexity {math.exp(a):.4f} and {math.exp(b):.4f}): KL divergence and agreement are each against its own"]
+
+
+def _calibration_note(candidate: Side) -> list[str]:
+    """What is wrong with the candidate's calibration text, where a run has noticed it."""
+    warning = (((candidate.results or {}).get("calibration") or {}).get("likeness") or {}).get("warning")
+    return [f"calibration of the candidate: {warning}"] if warning else []
 
 
 def _gate(text: str, rows: Sequence[Row], baseline: Side, candidate: Side, sizes: Sequence[float]) -> GateCheck:

@@ -38,6 +38,10 @@ class Windows(Protocol):
         """What makes figures comparable."""
 
     @property
+    def scored(self) -> list[list[int]] | None:
+        """Of each window, the places of the tokens that are scored; None: all but the first."""
+
+    @property
     def bytes(self) -> list[int] | None:
         """UTF-8 bytes that the scored tokens of each window stand for; None where the tokenizer does not tell."""
 
@@ -55,7 +59,7 @@ def evaluate(candidate: Scorer, reference: Scorer | None, windows: Windows, *, p
     """
     if not windows.ids:
         raise DataError("the evaluation text holds no full window; give a longer text, or a smaller window")
-    scores = list(progress.track(score_windows(candidate, reference, windows.ids), "evaluate", len(windows.ids)))
+    scores = list(progress.track(score_windows(candidate, reference, windows.ids, windows.scored), "evaluate", len(windows.ids)))
     owners, by_document = cluster_owners(windows.documents)
     clusters = _clusters(scores, owners)
     protocol = {**windows.protocol, "cluster": "document" if by_document else "window"}

@@ -49,7 +49,7 @@ class Tokens:
             np.concatenate([s.common for s in scores]) / BEST,
             np.concatenate([s.right for s in scores]),
             np.concatenate([s.right_reference for s in scores]),
-            np.concatenate([np.arange(1, n + 1) for n in lengths]),
+            np.concatenate([s.before for s in scores]),
             cluster,
             np.bincount(cluster).astype(np.float64),
         )

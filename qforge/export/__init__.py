@@ -7,13 +7,18 @@ from typing import Protocol
 
 from qforge.errors import UnsupportedError
 from qforge.export.artifact import ArtifactExporter
+from qforge.export.ascend import AscendExporter
 from qforge.export.awq import AwqExporter
 from qforge.export.gguf import GgufExporter
 from qforge.export.gguf_mix import GgufMixExporter
 from qforge.export.gguf_types import MIXES
 from qforge.export.gptq import GptqExporter
+from qforge.export.mlx import MlxExporter
 from qforge.export.onnx import OnnxExporter
+from qforge.export.openvino import OpenvinoExporter
 from qforge.export.tensorrt import TensorrtExporter
+from qforge.export.triton_server import TritonExporter
+from qforge.export.trtllm import TrtLlmExporter
 from qforge.models.model import Model
 
 __all__ = ["Exporter", "available", "exporter"]
@@ -33,12 +38,24 @@ class Exporter(Protocol):
         """Write the files into `folder` and return their paths."""
 
 
-_PLAIN: dict[str, Exporter] = {e.name: e for e in (GptqExporter(), AwqExporter(), ArtifactExporter("compressed-tensors"), ArtifactExporter("bitsandbytes"))}
+_PLAIN: dict[str, Exporter] = {
+    e.name: e
+    for e in (
+        GptqExporter(),
+        AwqExporter(),
+        ArtifactExporter("compressed-tensors"),
+        ArtifactExporter("bitsandbytes"),
+        OpenvinoExporter(),
+        MlxExporter(),
+        AscendExporter(),
+        TrtLlmExporter(),
+    )
+}
 
 
 def available() -> list[str]:
     """Formats that can be written today."""
-    return ["gguf", "onnx", "tensorrt", *_PLAIN]
+    return ["gguf", "onnx", "tensorrt", "triton", *_PLAIN]
 
 
 def exporter(format_name: str, type_name: str | None = None) -> Exporter:
@@ -57,4 +74,6 @@ def exporter(format_name: str, type_name: str | None = None) -> Exporter:
         return OnnxExporter(type_name or "auto")
     if format_name == "tensorrt":
         return TensorrtExporter(type_name or "auto")
-    raise UnsupportedError(f"export {format_name} is not available yet; available: {', '.join(available())}")
+    if format_name == "triton":
+        return TritonExporter(type_name or "onnx")
+    raise UnsupportedError(f"export {format_name} is not available; available: {', '.join(available())}")

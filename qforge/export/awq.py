@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from qforge.errors import UnsupportedError
+from qforge.export.gptq import left_alone
 from qforge.export.hf import unquantized_linears, weight_shape, write_checkpoint
 from qforge.export.writer import SHARD_BYTES, Piece
 from qforge.layouts.autoawq import AutoAwq
@@ -56,12 +57,16 @@ class AwqExporter:
             return Piece({f"{module}.{n}": i for n, i in infos.items()}, lambda: {f"{module}.{n}": t for n, t in AutoAwq().pack(model.linear(module)).items()})
 
         settings = quantization_config(model.schemes, unquantized_linears(model, model.schemes))
-        return write_checkpoint(folder, model, packed, lambda: settings, shard_bytes=self.shard_bytes)
+        return write_checkpoint(folder, model, packed, lambda: {"config.json": {"quantization_config": settings}}, shard_bytes=self.shard_bytes)
 
 
 def quantization_config(schemes: Mapping[str, Scheme], unquantized: list[str]) -> dict[str, Any]:
-    """What config.json says of the quantization. `zero_point` is true for symmetric weights, too: their zero points are stored, and all 8."""
+    """What config.json says of the quantization. `zero_point` is true for symmetric weights, too: their zero points are stored, and all 8.
+
+    What is left alone is said twice: GPTQModel 7.6 does not look into `modules_to_not_convert`, and takes missing codes for zeros.
+    """
     skipped = [name for name in unquantized if name != HEAD]
+    rules = {"dynamic": left_alone(skipped)} if skipped else {}
     return {
         "quant_method": "awq",
         "bits": 4,
@@ -69,6 +74,7 @@ def quantization_config(schemes: Mapping[str, Scheme], unquantized: list[str]) -
         "zero_point": True,
         "version": "gemm",
         "modules_to_not_convert": skipped or None,
+        **rules,
     }
 
 

@@ -20,7 +20,8 @@ from qforge.export.gguf_vocabulary import add_vocabulary, vocabulary_problem
 from qforge.export.hf import weight_shape
 from qforge.files import atomic
 from qforge.layouts import gguf_schemes
-from qforge.layouts.gguf_blocks import BITS, BLOCK, GgufBlocks, lossless_type
+from qforge.layouts.gguf_blocks import BLOCK, GgufBlocks
+from qforge.layouts.gguf_integers import INTEGER_TYPES, layout_of, lossless_type
 from qforge.models.model import Model
 from qforge.models.names import GGUF_ARCHITECTURES, gguf_names, gguf_norm_offset, gguf_permutes, permute_rows, permuted_heads
 from qforge.models.tying import HEAD, shared_table
@@ -28,11 +29,13 @@ from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
 
 _FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-TYPES = ("auto", *(t.lower() for t in BITS), *_FLOATS)
+TYPES = ("auto", *(t.lower() for t in INTEGER_TYPES), *_FLOATS)
 _FILE_TYPES = {
     "F32": LlamaFileType.ALL_F32, "F16": LlamaFileType.MOSTLY_F16, "BF16": LlamaFileType.MOSTLY_BF16,
     "Q4_0": LlamaFileType.MOSTLY_Q4_0, "Q5_0": LlamaFileType.MOSTLY_Q5_0, "Q8_0": LlamaFileType.MOSTLY_Q8_0,
+    "Q4_K": LlamaFileType.MOSTLY_Q4_K_S,
 }  # fmt: skip
+_COST = "about half a microsecond of one core a weight, and a rounding error of its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class GgufExporter:
     """The exporter (see docs/architecture.md).
 
     Attributes:
-        type: `auto` (for each linear the smallest type that holds its scheme), a block type that must hold all of them (`q4_0`, `q5_0`, `q8_0`),
+        type: `auto` (for each linear the smallest type that holds its scheme), a block type that must hold all of them (`q4_0`, `q4_k`, `q5_0`, `q8_0`),
             or `f32`, `f16`, `bf16`: the dequantized weights; `f32` holds them exactly.
     """
 
@@ -86,14 +89,15 @@ class GgufExporter:
     def _scheme_problem(self, scheme: Scheme, out_features: int, in_features: int) -> str | None:
         if self.type in _FLOATS:
             return None
-        kind = self.type.upper() if self.type != "auto" else lossless_type(scheme)
+        other = lossless_type(scheme, out_features, in_features)
+        kind = self.type.upper() if self.type != "auto" else other
         if kind is None:
-            return f"no GGUF type holds {scheme} losslessly ({GgufBlocks('Q8_0').supports(scheme)}); use a group size that is a multiple of {BLOCK}, or type f32"
-        other = lossless_type(scheme)
-        reason = GgufBlocks(kind).supports(scheme)
+            why = GgufBlocks("Q8_0").supports(scheme)
+            return f"no GGUF type holds {scheme} losslessly ({why}); use a group size that is a multiple of {BLOCK}, type f32, or a mix that quantizes anew (q4_k_m, q6_k; {_COST})"
+        reason = layout_of(kind).supports(scheme)
         if reason:
             return reason + (f"; type {other.lower()} does" if other else "")
-        return GgufBlocks(kind).problem_with(out_features, in_features)
+        return layout_of(kind).problem_with(out_features, in_features)
 
     def lossless(self, model: Model) -> bool:
         """Whether the file's weights equal the model's bit for bit: always, except where weights are rounded to 16 bits."""
@@ -118,14 +122,14 @@ class GgufExporter:
     def _add_schemes(self, writer: GGUFWriter, model: Model) -> None:
         names = gguf_names(model.config.model_type, model.config.num_hidden_layers)
         modules = {} if self.type in _FLOATS else {names[name]: module for name, module in stored_tensors(model) if module is not None}
-        stored = {name: (self._kind(model.schemes[module]), model.schemes[module]) for name, module in modules.items()}
-        told = gguf_schemes.to_metadata(stored, lambda name: GgufBlocks(stored[name][0]).pack(permuted(model, modules[name]))["zeros_above"])
+        stored = {name: (self._kind(model, module), model.schemes[module]) for name, module in modules.items()}
+        told = gguf_schemes.to_metadata(stored, lambda name: layout_of(stored[name][0]).pack(permuted(model, modules[name])).get("zeros_above"))
         for key, value in told.items():
             writer.add_string(key, value) if isinstance(value, str) else writer.add_array(key, value)
 
-    def _kind(self, scheme: Scheme) -> str:
-        """The block type for a scheme that `check` has passed."""
-        kind = self.type.upper() if self.type != "auto" else lossless_type(scheme)
+    def _kind(self, model: Model, module: str) -> str:
+        """The block type for a linear that `check` has passed."""
+        kind = self.type.upper() if self.type != "auto" else lossless_type(model.schemes[module], *weight_shape(model, module))
         assert kind is not None
         return kind
 
@@ -152,8 +156,8 @@ class GgufExporter:
         if self.type in _FLOATS:
             dtype = _FLOATS[self.type]
             return Tensor(name, GGMLQuantizationType[self.type.upper()], shape, lambda: _bytes(numerics.dequantize(permuted(model, module)).to(dtype)))
-        kind = self._kind(model.schemes[module])
-        return Tensor(name, GGMLQuantizationType[kind], shape, lambda: GgufBlocks(kind).pack(permuted(model, module))["weight"].numpy())
+        kind = self._kind(model, module)
+        return Tensor(name, GGMLQuantizationType[kind], shape, lambda: layout_of(kind).pack(permuted(model, module))["weight"].numpy())
 
     def _plain(self, model: Model, name: str, gguf_name: str) -> Tensor:
         """An unquantized tensor: vectors in fp32, as llama.cpp wants them; matrices as they are stored, or in the float type that was asked for."""

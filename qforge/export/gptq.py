@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,11 @@ class GptqExporter:
 
             return Piece({f"{module}.{name}": info for name, info in _infos(model.schemes[module], *weight_shape(model, module)).items()}, read)
 
-        def settings() -> dict[str, Any]:
-            return quantization_config(model.schemes, unquantized_linears(model, model.schemes), desc_act=ordered)
+        def told() -> dict[str, dict[str, Any]]:
+            settings = quantization_config(model.schemes, unquantized_linears(model, model.schemes), desc_act=ordered)
+            return {"config.json": {"quantization_config": settings}, "quantize_config.json": settings}  # for readers that do not look into config.json
 
-        return write_checkpoint(folder, model, packed, settings, shard_bytes=self.shard_bytes, beside="quantize_config.json")
+        return write_checkpoint(folder, model, packed, told, shard_bytes=self.shard_bytes)
 
 
 def layout_for(schemes: Mapping[str, Scheme]) -> AutoGptq:
@@ -84,7 +85,7 @@ def quantization_config(schemes: Mapping[str, Scheme], unquantized: list[str], *
     """What config.json says of the quantization: the commonest scheme, and by GPTQModel's `dynamic` rules every linear of a block that differs from it."""
     common = Counter(_settings(s) for s in schemes.values()).most_common(1)[0][0]
     bits, group_size = common
-    rules: dict[str, dict[str, int]] = {f"-:^{re.escape(name)}$": {} for name in unquantized if name != HEAD}
+    rules = left_alone([name for name in unquantized if name != HEAD])
     for name, scheme in schemes.items():
         if _settings(scheme) != common:
             other_bits, other_size = _settings(scheme)
@@ -105,6 +106,11 @@ def quantization_config(schemes: Mapping[str, Scheme], unquantized: list[str], *
         "meta": {"quantizer": [f"qforge:{__version__}"]},
     }
     return config | ({"dynamic": rules} if rules else {})
+
+
+def left_alone(names: Sequence[str]) -> dict[str, dict[str, int]]:
+    """GPTQModel's rules for linears that are not quantized."""
+    return {f"-:^{re.escape(name)}$": {} for name in names}
 
 
 def _settings(scheme: Scheme) -> tuple[int, int]:

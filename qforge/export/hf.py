@@ -72,7 +72,7 @@ def write_artifact(
 
 
 def write_checkpoint(
-    folder: Path, model: Model, packed: Callable[[str], Piece], settings: Callable[[], Mapping[str, Any]], *, shard_bytes: int, beside: str | None = None
+    folder: Path, model: Model, packed: Callable[[str], Piece], told: Callable[[], Mapping[str, Mapping[str, Any]]], *, shard_bytes: int, stem: str = "model"
 ) -> list[Path]:
     """Write a quantized model as a checkpoint in another program's layout; it replaces `folder` when complete.
 
@@ -82,20 +82,20 @@ def write_checkpoint(
         folder: where to.
         model: with `schemes`.
         packed: the piece of a quantized linear.
-        settings: `quantization_config` of config.json; asked for when all weights are written.
+        told: content of JSON files by name, what `config.json` says of the quantization among them; asked for when all weights are written.
         shard_bytes: the largest file of weights.
-        beside: a file that holds the settings, too, for readers that do not look into config.json.
+        stem: of the files of weights.
 
     Returns:
         All files.
     """
     with atomic_folder(folder) as temporary:
-        write_safetensors(temporary, checkpoint_pieces(model, model.schemes, packed), shard_bytes=shard_bytes)
-        found = dict(settings())
+        write_safetensors(temporary, checkpoint_pieces(model, model.schemes, packed), stem=stem, shard_bytes=shard_bytes)
+        files = dict(told())
         untied = False if HEAD in model.schemes else None
-        write_json(temporary / "config.json", config_json(model.config, model.dtype, tied=untied) | {"quantization_config": found})
-        if beside is not None:
-            write_json(temporary / beside, found)
+        write_json(temporary / "config.json", config_json(model.config, model.dtype, tied=untied) | dict(files.pop("config.json", {})))
+        for name, content in files.items():
+            write_json(temporary / name, content)
         copy_assets(model.assets, temporary)
     return sorted(p for p in folder.rglob("*") if p.is_file())
 
@@ -106,6 +106,15 @@ def config_json(config: PretrainedConfig, dtype: torch.dtype, *, tied: bool | No
     content |= {"architectures": architectures(config), "dtype": str(dtype).removeprefix("torch.")}
     content["tie_word_embeddings"] = bool(config.tie_word_embeddings) if tied is None else tied
     return dict(sorted(content.items()))
+
+
+def older_rope(config: PretrainedConfig) -> dict[str, Any]:
+    """Rotary settings under the names of transformers before 5 (`rope_theta`, `rope_scaling`), for readers that do not look into `rope_parameters` and take a default instead."""
+    parameters = config.rope_parameters
+    full = parameters.get("full_attention", parameters)
+    local = {"rope_local_base_freq": parameters["sliding_attention"]["rope_theta"]} if "sliding_attention" in parameters else {}
+    scaling = {} if full.get("rope_type", "default") == "default" else {"rope_scaling": {k: v for k, v in full.items() if k != "rope_theta"}}
+    return {"rope_theta": full["rope_theta"], **local, **scaling}
 
 
 def architectures(config: PretrainedConfig) -> list[str]:

@@ -10,10 +10,15 @@ from typing import Any
 
 import torch
 
+from qforge.engines.onnx_runtime import MODEL as ONNX
+from qforge.engines.openvino_runtime import MODEL as OPENVINO
 from qforge.errors import ModelError
+from qforge.export import triton_server
 from qforge.export.hf import PROVENANCE, weight_shape
+from qforge.export.inspect_onnx import inspect_onnx
+from qforge.export.inspect_openvino import inspect_openvino
 from qforge.files import size_of
-from qforge.models.config import read_json
+from qforge.models.config import quantization_of, read_json
 from qforge.models.gguf_header import GgufHeader, read_gguf_header
 from qforge.models.model import Model, open_model
 from qforge.models.shards import Shards, find
@@ -24,7 +29,8 @@ _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_va
 
 
 def inspect(path: Path, *, check: bool = False) -> dict[str, Any]:
-    """Describe a Hugging Face directory, an artifact (or the folder of a run), a GPTQ checkpoint or a `.gguf` file.
+    """Describe a Hugging Face directory, an artifact (or the folder of a run), a checkpoint of another program, a `.gguf` file, an ONNX or OpenVINO export or its `.onnx` or `.xml`
+    file, or a model repository of Triton's server.
 
     Headers, sizes, offsets and shapes are always checked against each other.
 
@@ -36,13 +42,29 @@ def inspect(path: Path, *, check: bool = False) -> dict[str, Any]:
     """
     if not path.exists():
         raise ModelError(f"there is nothing at '{path}'; give a model directory, the folder of a run, or a .gguf file")
+    path = _model_of(path)
     if path.is_file():
+        if path.suffix == ".onnx":
+            return inspect_onnx(path)
+        if path.name == OPENVINO:
+            return inspect_openvino(path)
         if path.suffix != ".gguf":
-            raise ModelError(f"{path} is a file but no .gguf; give a model directory, the folder of a run, or a .gguf file")
+            raise ModelError(f"{path} is a file but no .gguf, .onnx or {OPENVINO}; give a model directory, the folder of a run, or such a file")
         return _gguf(read_gguf_header(path), check)
-    if not (path / "config.json").exists() and (path / "model" / "config.json").exists():
-        path = path / "model"
     return _directory(path, check)
+
+
+def _model_of(path: Path) -> Path:
+    """The file, or the folder of a checkpoint, that is meant by a folder: of a run, of an export, a Triton repository."""
+    version = path / triton_server.MODEL / triton_server.VERSION
+    if (version.parent / triton_server.CONFIG).exists():
+        path = version / triton_server.CHECKPOINT if (version / triton_server.CHECKPOINT).exists() else version
+    for name in (ONNX, OPENVINO):
+        if (path / name).exists():
+            return path / name
+    if not (path / "config.json").exists() and (path / "model" / "config.json").exists():
+        return path / "model"
+    return path
 
 
 def _directory(path: Path, check: bool) -> dict[str, Any]:
@@ -79,7 +101,7 @@ def _directory(path: Path, check: bool) -> dict[str, Any]:
 
 
 def _kind(path: Path) -> str:
-    method = (read_json(path / "config.json").get("quantization_config") or {}).get("quant_method")
+    method = (quantization_of(path, read_json(path / "config.json")) or {}).get("quant_method")
     if (path / PROVENANCE).exists():
         return "qforge artifact"
     return f"{method} checkpoint" if method else "Hugging Face model"
@@ -132,7 +154,7 @@ def _counted(items: list[str]) -> dict[str, int]:
 
 def _kernels(linears: list[dict[str, Any]]) -> dict[str, str]:
     """By kind of activations: which kernels run how many linears here."""
-    kinds = linears[0]["kernels"] if linears else {}
+    kinds = linears[0].get("kernels", {}) if linears else {}
     return {kind: ", ".join(f"{name} ({count})" for name, count in _counted([e["kernels"][kind] for e in linears]).items()) for kind in kinds}
 
 
@@ -146,7 +168,7 @@ def summary(found: Mapping[str, Any]) -> Iterator[str]:
     if found.get("quantized_bits_per_weight"):
         yield f"quantized:  {found['quantized_fraction']:.1%} of the weights, at {found['quantized_bits_per_weight']:.3f} bits each, scales included"
     if found["schemes"]:
-        of = "matrices" if found["kind"] == "GGUF file" else "linears"
+        of = {"GGUF file": "matrices", "ONNX model": "nodes"}.get(found["kind"], "linears")
         yield f"schemes:    {', '.join(f'{scheme} ({count} {of})' for scheme, count in found['schemes'].items())}"
     for kind, names in _kernels(found.get("linears", [])).items():
         yield f"kernels:    {names} with --activations {kind}"

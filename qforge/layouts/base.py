@@ -9,7 +9,7 @@ import torch
 
 from qforge.errors import ModelError
 from qforge.qlinear import QuantizedLinear
-from qforge.scheme import Scheme
+from qforge.scheme import ScaleType, Scheme
 
 
 class Layout(Protocol):
@@ -69,3 +69,11 @@ def expect_group_index(index: torch.Tensor, columns: int, layout: str) -> torch.
     if index.numel() and (int(index.min()) < 0 or int(index.max()) >= columns):
         raise ModelError(f"{layout} group index names group {int(index.max())}, but there are {columns} groups")
     return index
+
+
+def narrowest(scales: torch.Tensor) -> ScaleType:
+    """The smallest type of scales that holds these, for files that store them in a wider one."""
+    half, brain = (torch.equal(scales.to(kind).float(), scales.float()) for kind in (torch.float16, torch.bfloat16))
+    if half:
+        return ScaleType.F16BF16 if brain else ScaleType.F16
+    return ScaleType.BF16 if brain else ScaleType.F32

@@ -58,6 +58,16 @@ def unpack_nibbles(data: torch.Tensor) -> torch.Tensor:
     return torch.stack((data & 0xF, data >> 4), -1).flatten(-2)
 
 
+def pack_pairs_of_rows(values: torch.Tensor) -> torch.Tensor:
+    """`[rows, n]` (uint8 below 16, an even number of rows) -> `[rows / 2, n]`: two neighbouring rows in one byte, the first in the low half."""
+    return pack_nibbles(values.T).T.contiguous()
+
+
+def unpack_pairs_of_rows(data: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack_pairs_of_rows`."""
+    return unpack_nibbles(data.T).T.contiguous()
+
+
 def pack_halves(values: torch.Tensor) -> torch.Tensor:
     """GGUF's nibble order: the first half of the last dimension (uint8 below 16) in the low nibbles, the second half in the high ones."""
     low, high = values.chunk(2, -1)

@@ -133,11 +133,6 @@ def unpack_fives(data: torch.Tensor) -> torch.Tensor:
     return unpack_halves(data[..., 4:]) | (unpack_flags(data[..., :4]) << 4)
 
 
-def lossless_type(scheme: Scheme) -> str | None:
-    """The smallest block type that holds a scheme losslessly; None if there is none."""
-    return next((t for t in BITS if GgufBlocks(t).supports(scheme) is None), None)
-
-
 def _needed_bits(scheme: Scheme) -> int | None:
     """Bits of a signed integer that holds every code minus its zero point."""
     if not scheme.number.is_int:

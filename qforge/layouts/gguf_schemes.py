@@ -17,24 +17,27 @@ import numpy as np
 import torch
 
 from qforge.errors import ModelError, RecipeError
-from qforge.layouts.gguf_blocks import BITS, BLOCK, GgufBlocks
+from qforge.layouts.gguf_blocks import BITS, BLOCK
+from qforge.layouts.gguf_integers import layout_of
 from qforge.scheme import Granularity, Number, Per, ScaleFormat, ScaleType, Scheme, Symmetry, parse
 
 _SCHEMES = "qforge.schemes"
 _ZEROS = "qforge.zeros."
 
 
-def own_scheme(kind: str) -> Scheme:
-    """What the blocks of a type are when nobody says more: symmetric integers, one fp16 scale for 32 inputs."""
+def own_scheme(kind: str) -> Scheme | None:
+    """What the blocks of a type are when nobody says more: symmetric integers, one fp16 scale for 32 inputs; None for Q4_K, whose scales usually have scales."""
+    if kind not in BITS:
+        return None
     return Scheme(Number(f"int{BITS[kind]}"), Granularity(Per.GROUP, BLOCK, 1), Symmetry.SYM, ScaleFormat(ScaleType.F16))
 
 
-def to_metadata(stored: Mapping[str, tuple[str, Scheme]], zeros_above: Callable[[str], torch.Tensor]) -> dict[str, str | bytes]:
+def to_metadata(stored: Mapping[str, tuple[str, Scheme]], zeros_above: Callable[[str], torch.Tensor | None]) -> dict[str, str | bytes]:
     """The keys of a file.
 
     Args:
         stored: block type and scheme of each quantized tensor, by GGUF's name.
-        zeros_above: the layout's `zeros_above` of a tensor; asked for where there are zero points.
+        zeros_above: the layout's `zeros_above` of a tensor; asked for where there are zero points, None where the blocks hold them.
     """
     told: dict[str, list[str]] = {}
     found: dict[str, str | bytes] = {}
@@ -48,7 +51,7 @@ def to_metadata(stored: Mapping[str, tuple[str, Scheme]], zeros_above: Callable[
 
 
 def schemes(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Scheme]:
-    """The scheme of each tensor; what the metadata say counts only where the tensor's type can hold it (another program may have stored it anew).
+    """The scheme of each tensor that holds integers; what the metadata say counts only where the tensor's type can hold it (another program may have stored it anew).
 
     Args:
         metadata: of a file.
@@ -57,9 +60,11 @@ def schemes(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[
     told = {name: scheme for text, names in _told(metadata).items() for name in names if (scheme := _parsed(text)) is not None}
     found = {}
     for name, (kind, shape) in tensors.items():
-        scheme = told.get(name, own_scheme(kind))
-        fits = GgufBlocks(kind).supports(scheme) is None and scheme.problem_with(*shape) is None
-        found[name] = scheme if fits else own_scheme(kind)
+        scheme = told.get(name)
+        fits = scheme is not None and layout_of(kind).supports(scheme) is None and scheme.problem_with(*shape) is None
+        chosen = scheme if fits else own_scheme(kind)
+        if chosen is not None:
+            found[name] = chosen
     return found
 
 

@@ -49,6 +49,7 @@ class Stats:
         cross: `[I, I]` fp32, the sum of (y - x)^T x, y being what the unquantized model has in the place of x.
         absmax: `[I]` fp32, the largest magnitudes.
         sample: `[S, I]` fp32, some rows of x, drawn evenly.
+        peak: the largest magnitude in units of the root mean square of all inputs; None where nothing came, or nothing but zeros.
         outputs: `[O, O]`, how this linear's outputs weigh against each other (`calibration/fisher.py`); None where that was not measured.
         factors: results that a method derived from the Hessian, kept for the next linear with the same input.
         clock: where a method that has parts says what each took.
@@ -59,6 +60,7 @@ class Stats:
     cross: torch.Tensor | None = None
     absmax: torch.Tensor | None = None
     sample: torch.Tensor | None = None
+    peak: float | None = None
     outputs: torch.Tensor | None = None
     factors: dict[object, object] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)

@@ -19,9 +19,14 @@ from qforge.scheme import Per, Scheme, Symmetry
 _log = logging.getLogger(__name__)
 
 
-@functools.cache
 def module() -> Any | None:
-    """The compiled module, or None (said once in the log)."""
+    """The compiled module; None without one, and while tensors come into being on a card: its loops read a processor's memory."""
+    return _loaded() if torch.get_default_device().type == "cpu" else None
+
+
+@functools.cache
+def _loaded() -> Any | None:
+    """The module, or None (said once in the log)."""
     try:
         return importlib.import_module("qforge.methods._solver")
     except ImportError as e:
@@ -34,7 +39,6 @@ def runs(scheme: Scheme) -> bool:
     return module() is not None and scheme.number.is_int and scheme.symmetry is not Symmetry.OFFSET and scheme.granularity.per is not Per.BLOCK
 
 
-@functools.cache
 def has_bf16_products() -> bool:
     """Whether `add_products` runs here: compiled, and on a CPU with AVX512-BF16."""
     native = module()

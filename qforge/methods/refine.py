@@ -102,10 +102,11 @@ def _scale_change(steps: torch.Tensor, slopes: torch.Tensor, curvature: torch.Te
 def _sweep(hessian: torch.Tensor, gradient: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, group: torch.Tensor, scheme: Scheme) -> None:
     """What `native.refine_codes` does, all rows at once, column by column."""
     low, high = scheme.code_range
+    strengths, of_column = hessian.diagonal().tolist(), group.tolist()  # nothing in the loop waits for a card
     for j in range(codes.shape[1]):
-        if hessian[j, j] <= 0:
+        if strengths[j] <= 0:
             continue
-        scale, old = scales[:, int(group[j])], codes[:, j].float()
+        scale, old = scales[:, of_column[j]], codes[:, j].float()
         new = torch.round((old + gradient[:, j] / (hessian[j, j] * scale)).clamp(low, high))
         gradient.addr_((new - old) * scale, hessian[j], alpha=-1)
         codes[:, j] = new.to(codes.dtype)

@@ -11,6 +11,7 @@ from qforge.methods import native
 from qforge.numerics import decode, encode, expand, groups, minmax_parameters
 from qforge.scheme import Per, Scheme
 
+LANES = 8  # of the compiled search (kernels/quantize/solver.cpp)
 GRID = tuple(1.0 - 0.025 * i for i in range(21))  # ranges from 100 % down to 50 %
 
 
@@ -51,4 +52,26 @@ def _error(weight: torch.Tensor, scheme: Scheme, scales: torch.Tensor, zeros: to
     o, i = weight.shape
     scale, zero = expand(scales, scheme, o, i), None if zeros is None else expand(zeros, scheme, o, i)
     rounded = decode(encode(weight, scale, zero, scheme), scale, zero, scheme)
-    return groups((rounded - weight).square_().mul_(weights), scheme).sum(-1)
+    terms = groups((rounded - weight).square_().mul_(weights), scheme)
+    return _sum(terms) if scheme.granularity.per in (Per.CHANNEL, Per.GROUP) else _sum_of_halves(terms)
+
+
+def _sum(terms: torch.Tensor) -> torch.Tensor:
+    """`[R, C, n] -> [R, C]`, the same bits on every device and as the compiled search's: eight running sums, added as it adds them."""
+    whole = terms.shape[-1] // LANES * LANES
+    lanes = torch.zeros(*terms.shape[:-1], LANES, device=terms.device)
+    for start in range(0, whole, LANES):
+        lanes = lanes + terms[..., start : start + LANES]
+    four = lanes[..., :4] + lanes[..., 4:]
+    total = (four[..., 0] + four[..., 1]) + (four[..., 2] + four[..., 3])
+    for i in range(whole, terms.shape[-1]):
+        total = total + terms[..., i]
+    return total
+
+
+def _sum_of_halves(terms: torch.Tensor) -> torch.Tensor:
+    """`[R, C, n] -> [R, C]` for a large n, the same bits on every device."""
+    while terms.shape[-1] > 1:
+        first, second = torch.nn.functional.pad(terms, (0, terms.shape[-1] % 2)).chunk(2, -1)
+        terms = first + second
+    return terms[..., 0]

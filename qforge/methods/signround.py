@@ -64,7 +64,7 @@ class SignRound(GPTQ):
                 if error < best:
                     best, found = error, {name: x.quantized() for name, x in learned.items()}
             if step < options.steps:
-                order = order or torch.randperm(last, generator=generator).tolist()
+                order = order or torch.randperm(last, generator=generator, device="cpu").tolist()
                 for name, gradient in block.gradients(order.pop(), weights).items():
                     learned[name].move(gradient, RATE / options.steps * (1 - step / options.steps))
         return found

@@ -1,6 +1,7 @@
 """A model as a chain of decoder blocks: transformers' own modelling code on the meta device, one block materialised at a time.
 
-Peak memory is one block (and, at the ends, the embedding or the head) in fp32 plus the hidden states. Nothing here knows a model family: the
+Peak memory is one block (and, at the ends, the embedding or the head) in fp32 plus the hidden states. Within `with torch.device(card)` blocks are brought to the card one after
+the other, and run there. Nothing here knows a model family: the
 blocks are found by structure, and what each block is called with is recorded by running the model's own forward with blocks that only pass on.
 
 Letters: B windows, T tokens of a window, D hidden width, V vocabulary, N positions.
@@ -100,7 +101,7 @@ class BlockModel:
             return hidden
 
         with self._patched(lambda _: record):
-            self._module.base_model(input_ids=windows, use_cache=False)
+            self._module.base_model(input_ids=_here(windows), use_cache=False)
         self._calls[(int(windows.shape[0]), int(windows.shape[1]))] = calls
         return inputs[0].clone()
 
@@ -119,9 +120,10 @@ class BlockModel:
         for name, _ in wanted:
             full = self.full_name(index, name)
             value = replace(full)
-            state[name] = (self._weights.read(full) if value is None else value).float()
+            state[name] = self._read(full) if value is None else _here(value.float())
         module.load_state_dict(state, strict=True, assign=True)
         state.clear()  # a weight that is replaced while the block is open goes
+        _bring_buffers(module)
         try:
             with _rounded_inputs(self.linears(index), rounding or self.own_rounding):
                 yield module
@@ -179,7 +181,13 @@ class BlockModel:
         name = f"{self.head_name}.weight"
         if name not in set(self._weights.names()):
             name = self.embedding_name
-        return self._weights.read(name).float()
+        return self._read(name)
+
+    def _read(self, name: str) -> torch.Tensor:
+        """A tensor of the model in fp32."""
+        with torch.device("cpu"):
+            stored = self._weights.read(name)
+        return _here(stored).float()
 
     @contextlib.contextmanager
     def _outer(self, part: nn.Module, replace: Callable[[str], torch.Tensor | None] = lambda name: None) -> Iterator[None]:
@@ -197,8 +205,9 @@ class BlockModel:
             for name in names:
                 full = self._stored.get(f"{prefix}.{name}", f"{prefix}.{name}")
                 value = replace(full)
-                module._parameters[name] = nn.Parameter((self._weights.read(full) if value is None else value).float(), requires_grad=False)
+                module._parameters[name] = nn.Parameter(self._read(full) if value is None else _here(value.float()), requires_grad=False)
             loaded.append(module)
+        _bring_buffers(self._module)
         if tied and part is self._module:
             head.weight = embedding.weight
             loaded.append(head)
@@ -262,6 +271,18 @@ def _hook(rounding: Rounding) -> Callable[[nn.Module, tuple[torch.Tensor, ...]],
 def _persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     persistent = set(module.state_dict(keep_vars=True))
     return [(n, b) for n, b in module.named_buffers() if n in persistent]
+
+
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    """On the device where tensors come into being (`torch.device` as a context)."""
+    return tensor.to(torch.get_default_device())
+
+
+def _bring_buffers(module: nn.Module) -> None:
+    for m in module.modules():
+        for name, buffer in m._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                m._buffers[name] = _here(buffer)
 
 
 def release(module: nn.Module, recurse: bool = True) -> None:

@@ -9,13 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qforge.errors import MissingCapabilityError
-
-
-def cache_folder() -> Path:
-    """`$QFORGE_CACHE`, else `$XDG_CACHE_HOME/qforge`, else `~/.cache/qforge`."""
-    if os.environ.get("QFORGE_CACHE"):
-        return Path(os.environ["QFORGE_CACHE"]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "qforge"
+from qforge.files import cache_folder
 
 
 def cached_folder(kind: str, key: str, build: Callable[[Path], None]) -> Path:

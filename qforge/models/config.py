@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from qforge.errors import ModelError
+from qforge.layouts import ascend, trtllm
 
 _ONLY = "qforge takes decoder-only text models"
 
@@ -34,7 +36,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[PretrainedConfig, dict[str, Any] | None]:
-    """The config of a Hugging Face directory (without its `quantization_config`), and that `quantization_config`.
+    """The config of a Hugging Face directory (without its `quantization_config`), and that `quantization_config`, or what other programs' files say in its place.
 
     Raises:
         ModelError: no config.json, a malformed one, a family that the installed transformers does not know, or no decoder-only text model.
@@ -43,9 +45,9 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[Pretr
     if not path.exists():
         raise ModelError(f"{folder} has no config.json, so it is no Hugging Face model directory{_hint(folder)}")
     raw = read_json(path)
-    quantization = raw.pop("quantization_config", None)
-    if quantization is not None and not isinstance(quantization, dict):
-        raise ModelError(f"{path}: quantization_config should be an object")
+    quantization = quantization_of(folder, raw)
+    for key in ("quantization_config", "quantization"):
+        raw.pop(key, None)
     remote = bool(raw.get("auto_map"))
     _check_known(path, raw, remote and trust_remote_code)
     try:
@@ -59,6 +61,28 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[Pretr
         del config.quantization_config
     check_text_decoder(config, str(path), remote=remote and trust_remote_code)
     return config, quantization
+
+
+def quantization_of(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`quantization_config` of a config.json; where it has none, what MLX's `quantization`, TensorRT-LLM's or Ascend's file say, under a `quant_method` of ours; None if plain.
+
+    Raises:
+        ModelError: one of them is malformed.
+    """
+    found, method = raw.get("quantization_config"), None
+    if raw.get("quantization") is not None and (found is None or (isinstance(found, dict) and "quant_method" not in found)):
+        found, method = raw["quantization"], "mlx"
+    elif found is None and (folder / trtllm.FILE).exists():
+        found, method = read_json(folder / trtllm.FILE).get("quantization"), "trtllm"
+    elif found is None and (folder / ascend.FILE).exists():
+        found, method = read_json(folder / ascend.FILE), "ascend"
+    if found is None and method is None:
+        return None
+    if not isinstance(found, dict):
+        raise ModelError(
+            f"{folder / 'config.json'}: quantization_config should be an object" if method is None else f"{folder}: what tells of the quantization ({method}) is no object"
+        )
+    return dict(found) if method is None else {**found, "quant_method": method}
 
 
 def _hint(folder: Path) -> str:

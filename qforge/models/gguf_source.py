@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from qforge.errors import ModelError
 from qforge.files import sha256_file
 from qforge.layouts import gguf_schemes
-from qforge.layouts.gguf_blocks import BITS, GgufBlocks
+from qforge.layouts.gguf_integers import INTEGER_TYPES, layout_of
 from qforge.models.gguf_header import GgufHeader, GgufTensor
 from qforge.models.names import gguf_names, gguf_norm_offset, gguf_permutes, permuted_heads, unpermute_rows
 from qforge.models.weights import TensorInfo, digest
@@ -41,9 +41,9 @@ class GgufSource:
         self._fingerprint = ""
         ours = {theirs: hf for hf, theirs in gguf_names(self._family, config.num_hidden_layers).items()}
         self._tensors = {ours.get(name, name): t for name, t in header.tensors.items() if not name.endswith(_DERIVED)}
-        integers = {name: t for name in linears if (t := self._tensors.get(f"{name}.weight")) is not None and t.type.name in BITS and len(t.shape) == 2}
+        integers = {name: t for name in linears if (t := self._tensors.get(f"{name}.weight")) is not None and t.type.name in INTEGER_TYPES and len(t.shape) == 2}
         told = gguf_schemes.schemes(header.metadata, {t.name: (t.type.name, t.shape) for t in integers.values()})
-        self.schemes = {name: told[t.name] for name, t in integers.items()}
+        self.schemes = {name: told[t.name] for name, t in integers.items() if t.name in told}
 
     def names(self) -> list[str]:
         """Hugging Face names, in the order of the file."""
@@ -74,7 +74,7 @@ class GgufSource:
         stored = {"weight": torch.from_numpy(_raw(self._header, tensor)).view(rows, -1)}
         try:
             above = None if scheme.symmetric else gguf_schemes.zeros_above(self._header.metadata, tensor.name, scheme.scale_shape(rows, inputs))
-            q = GgufBlocks(tensor.type.name).unpack(stored if above is None else {**stored, "zeros_above": above}, scheme)
+            q = layout_of(tensor.type.name).unpack(stored if above is None else {**stored, "zeros_above": above}, scheme)
         except ModelError as e:
             raise ModelError(f"{self._header.path}: '{tensor.name}': {e}") from e
         heads = permuted_heads(f"{name}.weight", *self._heads) if gguf_permutes(self._family) else None

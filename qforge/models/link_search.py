@@ -125,7 +125,7 @@ def _noisy(module: nn.Module, run: Run, hidden: torch.Tensor, source: str | None
     seen, generator = _Seen(), torch.Generator().manual_seed(0)
 
     def output(name: str, shape: torch.Size) -> torch.Tensor:
-        noise = torch.randn(shape, generator=generator)
+        noise = torch.randn(shape, generator=generator, device="cpu").to(hidden.device)
         seen.widths[name] = shape[-1]
         return noise * ratios if name == source and ratios is not None else noise
 

@@ -121,7 +121,7 @@ def hold(links: list[Link], module: nn.Module, run: Run, hidden: torch.Tensor) -
     generator = torch.Generator().manual_seed(0)
     try:
         for link in links:
-            apply(settle(link, module, torch.exp2(torch.rand(link.channels, generator=generator) * 2 - 1), lambda _: torch.float32), module)
+            apply(settle(link, module, torch.exp2(torch.rand(link.channels, generator=generator, device="cpu").to(hidden.device) * 2 - 1), lambda _: torch.float32), module)
         changed = run(hidden)
     finally:
         for name, parameters in before.items():

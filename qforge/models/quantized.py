@@ -1,4 +1,4 @@
-"""A quantized checkpoint (compressed-tensors, GPTQ, AWQ, bitsandbytes) as a source of weights: codes as stored for who wants them, dequantized fp32 weights for everybody else."""
+"""A quantized checkpoint of any layout that we read as a source of weights: codes as stored for who wants them, dequantized fp32 weights for everybody else."""
 
 from __future__ import annotations
 
@@ -9,20 +9,31 @@ import torch
 
 from qforge import numerics
 from qforge.errors import ModelError
-from qforge.layouts import autoawq, autogptq, bitsandbytes
+from qforge.layouts import ascend, autoawq, autogptq, bitsandbytes, mlx, trtllm
+from qforge.layouts.ascend import Ascend
 from qforge.layouts.autoawq import AutoAwq
 from qforge.layouts.autogptq import AutoGptq
 from qforge.layouts.base import Layout
 from qforge.layouts.bitsandbytes import BitsAndBytes
 from qforge.layouts.compressed_tensors import CompressedTensors
 from qforge.layouts.compressed_tensors_config import read_config
+from qforge.layouts.mlx import Mlx
+from qforge.layouts.trtllm import TrtLlm
 from qforge.models.skeleton import Skeleton
 from qforge.models.weights import TensorInfo, WeightSource, listed
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
 
 _HEAD = "lm_head"
-_READABLE = ("compressed-tensors", "gptq", "awq", "bitsandbytes")
+_MARKS = {
+    "gptq": "qweight",
+    "awq": "qweight",
+    "bitsandbytes": bitsandbytes.STATE,
+    "mlx": "scales",
+    "trtllm": "weight_scale",
+    "ascend": "weight_scale",
+}  # what a quantized linear has
+_READABLE = ("compressed-tensors", *_MARKS)
 
 
 class QuantizedSource:
@@ -134,8 +145,8 @@ def _described(source: WeightSource, config: Mapping[str, Any], skeleton: Skelet
     held = set(source.names())
     if method == "compressed-tensors":
         return CompressedTensors(), _compressed(config, held, skeleton, origin)
-    mark = bitsandbytes.STATE if method == "bitsandbytes" else "qweight"
-    quantized = [name for name in skeleton.linears if f"{name}.{mark}" in held]
+    mark = _MARKS[method]
+    quantized = [name for name in skeleton.linears if held & {f"{name}.{mark}", f"{name}.{mark}_inv"}]
     try:
         layout, schemes = _by_method(method, config, quantized, source)
     except ModelError as e:
@@ -154,6 +165,12 @@ def _by_method(method: str, config: Mapping[str, Any], quantized: list[str], sou
         if bare:
             raise ModelError(f"the files hold no qzeros for {listed(bare)}")
         return AutoAwq(), autoawq.read_config(config, quantized, source.read)
+    if method == "mlx":
+        return Mlx(), mlx.read_config(config, quantized, source.read)
+    if method == "trtllm":
+        return TrtLlm(), trtllm.read_config(config, quantized, source.read)
+    if method == "ascend":
+        return Ascend(), ascend.read_config(config, quantized, source.read)
     return BitsAndBytes(), bitsandbytes.read_config(config, quantized, source.read)
 
 

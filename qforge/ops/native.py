@@ -18,7 +18,7 @@ from qforge.ops.native_module import context, missing
 from qforge.ops.native_weight import Buffer, NativeWeight
 from qforge.ops.packing import Tiles, pack_dense, pack_quantized
 from qforge.qlinear import QuantizedLinear
-from qforge.scheme import Number, Per, Scheme, Symmetry
+from qforge.scheme import Number, Per, Scheme, Symmetry, parse
 
 LONGEST_RUN = 65536  # inputs, kLongestRun of integer.h
 
@@ -28,6 +28,7 @@ class Packed:
     """A weight in tiles, and the native view of it (which points into the tensors held here).
 
     Attributes:
+        scheme_text: the scheme in text form, as an operation of torch takes it.
         arithmetic: how the native step multiplies with it: `FP32`, `INT8` (activations rounded by row), or None where its activations are rounded elsewhere first.
     """
 
@@ -37,6 +38,8 @@ class Packed:
     arithmetic: str | None = "FP32"
     scheme: Scheme | None = None
     input_scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    scheme_text: str = ""
 
 
 @functools.cache
@@ -53,11 +56,15 @@ def _packed(
 ) -> Packed:
     tiles = replace(tiles, codes=_arena().place(tiles.codes), scales=_placed(tiles.scales), zeros=_placed(tiles.zeros))
     bias = None if bias is None else bias.float().contiguous()
+    weight = _weight(tiles, bias, activations)
+    return Packed(tiles, weight, weight.view(), arithmetic, scheme, input_scale, bias, "" if scheme is None else str(scheme))
+
+
+def _weight(tiles: Tiles, bias: torch.Tensor | None, activations: str) -> NativeWeight:
     buffers = {name: bytes_of(t) for name, t in (("scales", tiles.scales), ("zeros", tiles.zeros), ("book", tiles.book), ("bias", bias), ("gather", tiles.gather))}
     codes = bytes_of(tiles.codes)
     assert codes is not None
-    weight = NativeWeight(tiles.format, tiles.out_features, tiles.in_features, tiles.blocks, tiles.block_k, tiles.run, activations, codes, **buffers)
-    return Packed(tiles, weight, weight.view(), arithmetic, scheme, input_scale)
+    return NativeWeight(tiles.format, tiles.out_features, tiles.in_features, tiles.blocks, tiles.block_k, tiles.run, activations, codes, **buffers)
 
 
 def bytes_of(t: torch.Tensor | None) -> Buffer | None:
@@ -77,12 +84,53 @@ def _inputs(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     return x.contiguous() if x.stride(1) != 1 or (x.shape[0] > 1 and x.stride(0) < x.shape[1]) else x
 
 
-def _product(runner: Any, x: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """`x [T, I]` fp32 -> `[T, O]` fp32."""
+def _product(x: torch.Tensor, packed: Packed, threads: int | None, isa: str | None, static_scale: float | None = None) -> torch.Tensor:
+    """`x [T, I]` fp32 -> `[T, O]` fp32. A static scale (0: none, one for each row) asks for the product of integers."""
     x = _inputs(x, packed)
-    y = x.new_empty(x.shape[0], packed.tiles.out_features)
-    runner.linear(packed.view, x.data_ptr(), x.shape[0], x.stride(0), y.data_ptr(), packed.tiles.out_features)
+    if torch.compiler.is_compiling():
+        t, w = packed.tiles, packed.weight
+        y: torch.Tensor = _product_operation(
+            x, t.codes, t.scales, t.zeros, t.book, packed.bias, t.format, t.out_features, t.in_features, t.blocks, t.block_k, t.run, w.activations, static_scale, threads, isa
+        )
+        return y
+    return _run(packed.view, x, packed.tiles.out_features, threads, isa, static_scale)
+
+
+def _run(view: Any, x: torch.Tensor, out_features: int, threads: int | None, isa: str | None, static_scale: float | None) -> torch.Tensor:
+    y, runner = x.new_empty(x.shape[0], out_features), context(threads, isa)
+    if static_scale is None:
+        runner.linear(view, x.data_ptr(), x.shape[0], x.stride(0), y.data_ptr(), out_features)
+    else:
+        runner.linear_int8(view, x.data_ptr(), x.shape[0], x.stride(0), static_scale, y.data_ptr(), out_features)
     return y
+
+
+# Operations of torch, for torch.compile: it traces neither addresses nor schemes. Run eagerly, functions are called: the dispatch of an operation costs 40 us.
+@torch.library.custom_op("qforge::native_linear", mutates_args=(), device_types="cpu")
+def _product_operation(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None, book: torch.Tensor | None, bias: torch.Tensor | None, form: str,
+    out_features: int, in_features: int, blocks: int, block_k: int, run: int, activations: str, static_scale: float | None, threads: int | None, isa: str | None,
+) -> torch.Tensor:  # fmt: skip
+    weight = _weight(Tiles(form, out_features, in_features, blocks, block_k, codes, scales, zeros, None, run, book), bias, activations)
+    return _run(weight.view(), x, out_features, threads, isa, static_scale)
+
+
+@_product_operation.register_fake
+def _(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None, book: torch.Tensor | None, bias: torch.Tensor | None, form: str,
+    out_features: int, in_features: int, blocks: int, block_k: int, run: int, activations: str, static_scale: float | None, threads: int | None, isa: str | None,
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty(x.shape[0], out_features)
+
+
+@torch.library.custom_op("qforge::round_activations", mutates_args=())
+def _rounding_operation(x: torch.Tensor, scheme: str, static_scale: torch.Tensor | None) -> torch.Tensor:
+    return numerics.quantize_activations(x, parse(scheme), static_scale)
+
+
+@_rounding_operation.register_fake
+def _(x: torch.Tensor, scheme: str, static_scale: torch.Tensor | None) -> torch.Tensor:
+    return torch.empty_like(x, dtype=torch.float32)
 
 
 class NativeKernel:
@@ -112,8 +160,11 @@ class NativeKernel:
     def run(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """`x [T, I]` fp32 -> `[T, O]` fp32; activations are rounded first where the scheme says so."""
         if packed.scheme is not None and packed.scheme.activations is not None:
-            x = numerics.quantize_activations(x, packed.scheme, packed.input_scale)
-        return _product(context(self._threads, self._isa), x, packed)
+            if torch.compiler.is_compiling():
+                x = _rounding_operation(x, packed.scheme_text, packed.input_scale)
+            else:
+                x = numerics.quantize_activations(x, packed.scheme, packed.input_scale)
+        return _product(x, packed, self._threads, self._isa)
 
 
 class NativeInt8:
@@ -143,11 +194,7 @@ class NativeInt8:
 
     def run(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """`x [T, I]` fp32 -> `[T, O]` fp32."""
-        x = _inputs(x, packed)
-        y = x.new_empty(x.shape[0], packed.tiles.out_features)
-        static = 0.0 if packed.input_scale is None else float(packed.input_scale)
-        context(self._threads, self._isa).linear_int8(packed.view, x.data_ptr(), x.shape[0], x.stride(0), static, y.data_ptr(), packed.tiles.out_features)
-        return y
+        return _product(x, packed, self._threads, self._isa, 0.0 if packed.input_scale is None else float(packed.input_scale))
 
 
 class NativeRounded:
@@ -178,7 +225,7 @@ class NativeRounded:
 
     def run(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """`x [T, I]` fp32 -> `[T, O]` fp32."""
-        return _product(context(self._threads, self._isa), x, packed)
+        return _product(x, packed, self._threads, self._isa)
 
 
 class NativeDense:
@@ -195,4 +242,4 @@ class NativeDense:
 
     def run(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """`x [T, I]` fp32 -> `[T, O]` fp32."""
-        return _product(context(self._threads, self._isa), x, packed)
+        return _product(x, packed, self._threads, self._isa)

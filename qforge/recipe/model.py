@@ -47,7 +47,17 @@ class CalibrationSection(Section):
     source: Text = Field("builtin", description="builtin, generated (the model writes its own), a .txt or .jsonl file, or a hub data set.")
     samples: int = Field(128, ge=1, description="Number of sequences.")
     sequence_length: int = Field(512, ge=2, description="Tokens in a sequence; capped at the model's context.")
-    seed: int = Field(0, ge=0, description="Seed of the choice of sequences.")
+    generated: int = Field(
+        0,
+        ge=0,
+        description="Further sequences that the model writes itself, each from the first tokens of one of the samples: more text where text is short. Needs the model in memory.",
+    )
+    seed: int = Field(0, ge=0, description="Seed of the choice of sequences, and of what the model writes.")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are asked for."""
+        return (self.samples + self.generated) * self.sequence_length
 
 
 class OverrideSection(Section):
@@ -139,6 +149,10 @@ class EvaluateSection(Section):
     window: int = Field(2048, ge=2, description="Tokens in a window; capped at the model's context.")
     against: Literal["original"] = Field("original", description="The reference: the merged, unquantized model.")
     engine: Literal["auto", "runtime", "transformers"] = Field("auto", description="What computes the figures; auto takes our runtime where it lists the model's family.")
+    exports: bool = Field(
+        False,
+        description="Score every export, too, in the engine that runs it (gguf: llama.cpp, onnx: ONNX Runtime, checkpoints: transformers): one pass over the text each.",
+    )
     tasks: Annotated[tuple[Text, ...], Listed] = Field(
         (), description="Tasks to score besides the text, by lm-eval: its names, or builtin (needs no hub). They choose among given answers.", examples=[["builtin"]]
     )
@@ -154,7 +168,7 @@ class GateSection(Section):
 class RunSection(Section):
     """Where and how the work runs."""
 
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field("auto", description="auto, cpu, cuda or cuda:N.")
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field("auto", description="Where weights are quantized: cpu, cuda or cuda:N; auto is the processor.")
     threads: Annotated[int, Field(ge=1)] | None = Field(None, description="CPU threads; null takes all cores.")
     workers: int = Field(1, ge=1, description="Processes that share the work.")
     memory_limit: Bytes | None = Field(None, description="Memory that the run may use, for example 8GiB; null sets no limit.")

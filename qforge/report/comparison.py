@@ -12,8 +12,8 @@ from qforge.report.markdown import cell, words
 TITLES = {"perplexity": "perplexity", "kl_mean": "KL divergence (nats per token)", "top1_agreement": "top-1 agreement"}
 SHORT = {"perplexity": "perplexity", "kl_mean": "KL divergence", "top1_agreement": "top-1 agreement"}
 MARK = "<!-- qforge compare -->"  # a CI job finds its comment by it, and updates it
-HEADER = ("", "base", "head", "difference", "95 % interval", "matters from", "verdict")
-GATES = ("gate", "limit", "value", "95 % interval", "verdict")
+HEADER = ("", "verdict", "base", "head", "difference", "95 % interval", "matters from")
+GATES = ("gate", "verdict", "limit", "value", "95 % interval")
 Data = Mapping[str, Any]
 
 
@@ -41,9 +41,9 @@ def row(r: Data) -> tuple[str, ...]:
     verdict = r["verdict"]["word"] if r["verdict"]["needs_tokens"] is None else f"{r['verdict']['word']} (needs about {r['verdict']['needs_tokens']:,} tokens)"
     if r["kind"] == "ratio":
         told = "none" if ends is None else f"{ends[0] - 1:+.2%} .. {ends[1] - 1:+.2%}"
-        return TITLES[r["name"]], f"{r['baseline']:.4f}", f"{r['candidate']:.4f}", f"{r['change'] - 1:+.2%}", told, f"{r['margin']:.2%}", verdict
+        return TITLES[r["name"]], verdict, f"{r['baseline']:.4f}", f"{r['candidate']:.4f}", f"{r['change'] - 1:+.2%}", told, f"{r['margin']:.2%}"
     told = "none" if ends is None else f"{ends[0]:+.{digits}f} .. {ends[1]:+.{digits}f}"
-    return TITLES[r["name"]], f"{r['baseline']:.{digits}f}", f"{r['candidate']:.{digits}f}", f"{r['change']:+.{digits}f}", told, f"{r['margin']:.{digits}f}", verdict
+    return TITLES[r["name"]], verdict, f"{r['baseline']:.{digits}f}", f"{r['candidate']:.{digits}f}", f"{r['change']:+.{digits}f}", told, f"{r['margin']:.{digits}f}"
 
 
 def gate(g: Data) -> tuple[str, ...]:
@@ -52,10 +52,10 @@ def gate(g: Data) -> tuple[str, ...]:
     word = "passed" if g["passed"] else "FAILED" if g["on"] == "error" else "WARNING"
     side = f"{abs(g['beyond']):.4g} {'beyond' if g['beyond'] > 0 else 'inside'} the limit"
     if g["confidence"] is None:
-        return g["name"], g["limit"], f"{g['value']:.6g}", ends, f"{word}: {side}, without an interval"
+        return g["name"], f"{word}: {side}, without an interval", g["limit"], f"{g['value']:.6g}", ends
     sure = "" if g["confidence"] >= 0.975 else " (not sure: the interval holds the limit)"
     percent = ">99.9 %" if g["confidence"] > 0.999 else f"{g['confidence']:.1%}"
-    return g["name"], g["limit"], f"{g['value']:.6g}", ends, f"{word}: {side} with {percent} confidence{sure}"
+    return g["name"], f"{word}: {side} with {percent} confidence{sure}", g["limit"], f"{g['value']:.6g}", ends
 
 
 def power(data: Data) -> str:
@@ -91,10 +91,11 @@ def markdown(data: Data) -> str:
     if data["gates"]:
         lines += ["", *_rows([GATES, *map(gate, data["gates"])])]
     lines += ["", f"{data['tokens']:,} tokens in {data['clusters']:,} clusters, paired. {words(power(data))}"]
-    lines += [f"- {words(note)}" for note in data["notes"]]
+    sizes = [line for line in data["changed"].get("artifact", []) if not line.startswith("sha256")]
+    lines += ["", *(f"- {words(line)}" for line in [*sizes, *data["notes"]])]
     if data["changed"]:
         lines += ["", "<details><summary>What changed besides</summary>", ""]
-        lines += [f"- **{words(group)}**: {words(line)}" for group, found in data["changed"].items() for line in found]
+        lines += [f"- **{words(group)}**: {words(line)}" for group, found in data["changed"].items() for line in found if line not in sizes]
         lines += ["", "</details>"]
     return "\n".join([*lines, "", "Reproduce:", "", f"    {command(data)}"]) + "\n"
 
@@ -119,7 +120,8 @@ def _case(name: str) -> ET.Element:
 
 
 def _gate_case(g: Data) -> ET.Element:
-    case, told = _case(f"{g['name']} {g['limit']}"), ", ".join(gate(g)[2:])
+    _, verdict, _, value, ends = gate(g)
+    case, told = _case(f"{g['name']} {g['limit']}"), ", ".join((value, ends, verdict))
     if not g["passed"] and g["on"] == "error":
         ET.SubElement(case, "failure", type="gate", message=legal(f"{g['name']} {g['limit']}: {told}"))
     else:

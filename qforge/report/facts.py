@@ -12,6 +12,7 @@ from qforge.report import choice, quality
 from qforge.report.numbers import MISSING, figure, interval, number, percent, seconds, size
 
 WORST_LAYERS = 10
+WORST_GROUPS = 3
 Row = tuple[str, ...]
 
 
@@ -51,6 +52,7 @@ def gather(results: Mapping[str, Any]) -> Facts:
         _sizes(results),
         *_choice(results),
         _exports(results),
+        _measured_exports(results),
         _adapters(results),
         _texts(results),
         _worst(results),
@@ -68,8 +70,13 @@ def _verdict(results: Mapping[str, Any]) -> tuple[bool | None, str, list[str]]:
     failed = [g for g in gates if not g["passed"]]
     reasons = [f"{g['name']} is {figure(g['name'], g['value'])}, the limit is {g['limit']}" + (" (a warning only)" if g.get("on") == "warn" else "") for g in failed]
     reasons += [results["blame"]["words"]] if failed and results.get("blame") else []
+    suspect = ((results.get("calibration") or {}).get("likeness") or {}).get("warning")
+    reasons += [f"calibration: {suspect}"] if failed and suspect else []
     broken = [e["format"] for e in results.get("exports") or [] if any(v.get("weights_equal") is False for v in e.get("verified_by") or [])]
     reasons += [f"the weights of export {name} are not the artifact's; see Exports" for name in broken]
+    misread = [(e["format"], v.get("note")) for e in results.get("exports") or [] for v in e.get("verified_by") or [] if v.get("text_equal") is False]
+    reasons += [f"export {name} does not read text as the artifact does: {note}" for name, note in misread]
+    broken = list(dict.fromkeys([*broken, *(name for name, _ in misread)]))
     hard = [g for g in failed if g.get("on", "error") == "error"]
     if hard or broken:
         told = ([f"{len(hard)} of {len(gates)} gates"] if hard else []) + [f"export {name}" for name in broken]
@@ -98,15 +105,17 @@ def _blame(results: Mapping[str, Any]) -> Table | None:
     found = results.get("blame")
     if not found:
         return None
-    rows: list[Row] = [(("  " if p.get("part_of") else "") + p["name"], percent(p["returned"], 1, sign=True), number(p["kl_mean"])) for p in _nested(found["parts"])]
+    nested = _nested(found["parts"], found.get("groups") or [])
+    rows: list[Row] = [(("  " if p.get("part_of") else "") + p["name"], percent(p["returned"], 1, sign=True), number(p["kl_mean"])) for p in nested]
     words = f"On {found['tokens']:,} tokens the KL divergence is {number(found['kl_mean'])}. Measured: {found['words']}."
     return Table("Where the divergence comes from", ("restored to full precision", "of the divergence that goes", "KL divergence left"), rows, words)
 
 
-def _nested(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The worst blocks, each followed by its linears."""
+def _nested(parts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The worst blocks, each followed by its linears, and the first linear by its worst groups of inputs."""
     blocks = [p for p in parts if not p.get("part_of")][:WORST_LAYERS]
-    return [row for b in blocks for row in (b, *(p for p in parts if p.get("part_of") == b["name"]))]
+    linears = [row for b in blocks for row in (b, *(p for p in parts if p.get("part_of") == b["name"]))]
+    return [row for p in linears for row in (p, *[g for g in groups if g["part_of"] == p["name"]][:WORST_GROUPS])]
 
 
 def _sizes(results: Mapping[str, Any]) -> Table:
@@ -161,11 +170,27 @@ def _exports(results: Mapping[str, Any]) -> Table | None:
     return Table("Exports", ("format", "path", "size", "integers and scales", "read or executed by, and how close to our runtime"), rows, words) if rows else None
 
 
+def _measured_exports(results: Mapping[str, Any]) -> Table | None:
+    """The artifact and each export that was scored, one row each."""
+    e, found = results.get("evaluation") or {}, [(x["format"], x["measured"]) for x in results.get("exports") or [] if x.get("measured")]
+    if not found or not e:
+        return None
+    artifact = {**e, "perplexity": e["candidate"]["perplexity"], "perplexity_ci95": e["candidate"].get("perplexity_ci95")}
+    rows: list[Row] = [
+        (name, m["engine"], number(m["perplexity"]), interval(m["perplexity_ci95"]), number(m["kl_mean"]), interval(m["kl_mean_ci95"]), percent(m["top1_agreement"], 2))
+        for name, m in (("artifact", artifact), *found)
+    ]
+    header = ("", "engine", "perplexity", "95 % interval", "KL divergence from the original", "95 % interval", "top-1 agreement")
+    return Table("Exports in their own engines", header, rows, f"The same {e['tokens']:,} tokens for all.")
+
+
 def verification(v: Mapping[str, Any]) -> str:
     """One check of an export, in words."""
     parts = ["executed"] if v.get("executed") else ["read"]
     if v.get("weights_equal") is not None:
         parts.append("weights equal bit for bit" if v["weights_equal"] else "WEIGHTS DIFFER")
+    if v.get("text_equal") is not None:
+        parts.append("tokens and chat template equal" if v["text_equal"] else "TEXT IS READ OTHERWISE")
     if v.get("kl_mean") is not None:
         parts.append(f"KL {number(v['kl_mean'], 6)}")
     if v.get("top1_agreement") is not None:
@@ -212,10 +237,11 @@ def _measured(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _layer_row(x: Mapping[str, Any]) -> Row:
-    return x["name"], x.get("scheme") or "as it was", number(x.get("relative_error")), number(x.get("output_error")), number(x.get("bits_per_weight"), 3), x.get("note") or ""
+    figures = number(x.get("relative_error")), number(x.get("output_error")), number(x.get("input_peak"), 3), number(x.get("bits_per_weight"), 3)
+    return x["name"], *figures, x.get("scheme") or "as it was", x.get("note") or ""
 
 
-_LAYER_HEADER = ("layer", "scheme", "error of weights", "error of outputs", "bits per weight", "note")
+_LAYER_HEADER = ("layer", "error of weights", "error of outputs", "largest input / RMS", "bits per weight", "scheme", "note")
 
 
 def _worst(results: Mapping[str, Any]) -> Table | None:

@@ -59,7 +59,7 @@ def _export(export: Mapping[str, Any]) -> list[ET.Element]:
     for check in export.get("verified_by") or []:
         case = _case("exports", f"{name}: {'executed' if check.get('executed') else 'read'} by {check['engine']}")
         told = legal(verification(check))
-        if check.get("weights_equal") is False:
+        if check.get("weights_equal") is False or check.get("text_equal") is False:
             ET.SubElement(case, "failure", type="export", message=told)
         else:
             ET.SubElement(case, "system-out").text = told

@@ -77,6 +77,10 @@ def _probabilities(e: Mapping[str, Any]) -> list[Row]:
         rows.append(("right first choices, original / quantized", f"{percent(flips['right_reference'])} / {percent(flips['right_candidate'])}", MISSING))
         rows.append(("right first choices lost", percent(flips["lost"]), _percents(flips["lost_ci95"])))
         rows.append(("right first choices gained", percent(flips["gained"]), _percents(flips["gained_ci95"])))
+    if greedy := e.get("greedy"):
+        title = f"greedy tokens until the two part (of {greedy['limit']}, {len(greedy['kept'])} continuations), mean"
+        rows.append((title, number(greedy["mean"], 2), interval(greedy["mean_ci95"], 2)))
+        rows.append(("continuations that never part", percent(greedy["whole"], 1), MISSING))
     return rows
 
 

@@ -12,7 +12,7 @@ from qforge.report.numbers import MISSING, interval, number, percent, size
 from qforge.report.plots import Tick
 
 WIDTH, HEIGHT = 520.0, 300.0
-HEADER = ("#", "variant", "front", "size", "of 16 bits", "bits per weight", "perplexity ratio", "KL divergence", "95 % interval", "against the best", "top-1", "tokens/s", "gates")
+HEADER = ("#", "variant", "gates", "front", "size", "of 16 bits", "bits per weight", "KL divergence", "95 % interval", "against the best", "perplexity ratio", "top-1", "tokens/s")
 Data = Mapping[str, Any]
 
 
@@ -60,12 +60,12 @@ def rows(data: Data) -> list[tuple[str, ...]]:
 
 def _row(place: int, v: Data) -> tuple[str, ...]:
     if v["error"]:
-        return (str(place), v["name"], "", *[MISSING] * 9, f"NOT COMPUTED: {v['error']}")
+        return (str(place), v["name"], f"NOT COMPUTED: {v['error']}", "", *[MISSING] * 9)
     gates = "passed" if v["passed"] else f"FAILED: {', '.join(v['failed_gates'])}"
     speed = MISSING if v["tokens_per_second"] is None else f"{v['tokens_per_second']:.1f}"
     return (
-        str(place), v["name"], "yes" if v["front"] else "", size(v["size_bytes"]), percent(v["size_ratio"], 1), number(v["bits_per_weight"], 3), number(v["perplexity_ratio"]),
-        number(v["kl_mean"]), interval(v["kl_mean_ci95"]), str(v["against_best"]), percent(v["top1_agreement"], 1), speed, gates,
+        str(place), v["name"], gates, "yes" if v["front"] else "", size(v["size_bytes"]), percent(v["size_ratio"], 1), number(v["bits_per_weight"], 3),
+        number(v["kl_mean"]), interval(v["kl_mean_ci95"]), str(v["against_best"]), number(v["perplexity_ratio"]), percent(v["top1_agreement"], 1), speed,
     )  # fmt: skip
 
 

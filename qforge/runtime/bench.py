@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from qforge.ops.native_cache import bytes_per_token
 from qforge.ops.native_module import context, missing
 from qforge.runtime.engine import Engine
 from qforge.runtime.llm import LLM
@@ -57,8 +56,7 @@ def read_bandwidth(threads: int | None = None) -> float | None:
 
 
 def _row(llm: LLM, activations: str, batch: int, context_length: int, seconds: float, bandwidth: float | None) -> dict[str, Any]:
-    spec = llm.runner.spec
-    cached = batch * context_length * spec.num_layers * bytes_per_token(llm.kv_cache, spec.num_kv_heads, spec.head_dim)
+    cached = batch * context_length * llm.cache_token_bytes
     fraction = None if bandwidth is None else (llm.runner.weight_bytes() + cached) / seconds / bandwidth
     return {"batch": batch, "context": context_length, "activations": activations, "tokens_per_second": batch / seconds, "read_bandwidth_fraction": fraction}
 

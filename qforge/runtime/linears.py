@@ -24,6 +24,9 @@ class Dense:
     bias: torch.Tensor | None = None
 
 
+Weight = QuantizedLinear | Dense
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """One weight of a Linear.
@@ -31,22 +34,26 @@ class Part:
     Attributes:
         product: `x [T, I] -> [T, O]`, both fp32.
         packed: what a native kernel runs, or None.
+        held: bytes of what a GPU's kernel reads, or None.
     """
 
     product: Product
     out_features: int
     in_features: int
     packed: Packed | None = None
+    held: int | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight as its kernel reads it; those of fp32 where no native kernel does."""
+        """Bytes of the weight as its kernel reads it; those of fp32 where none but torch's does."""
+        if self.held is not None:
+            return self.held
         return 4 * self.out_features * self.in_features if self.packed is None else self.packed.weight.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Linear:
-    """`x [T, I] -> [T, O]`, both fp32: the outputs of its parts side by side.
+    """`x [T, I] -> [T, O]`, both fp32 (on a GPU both 16 bits): the outputs of its parts side by side.
 
     Attributes:
         kernel: its name, and why not a faster one.
@@ -60,7 +67,7 @@ class Linear:
         return self.parts[0].product(x) if len(self.parts) == 1 else torch.cat([p.product(x) for p in self.parts], 1)
 
 
-def linear(weight: QuantizedLinear | Dense, threads: int | None = None, activations: str = "fp") -> Linear:
+def linear(weight: Weight, threads: int | None = None, activations: str = "fp") -> Linear:
     """Pack a weight for the fastest kernel that runs it here."""
     if isinstance(weight, QuantizedLinear):
         choice = choose(weight.scheme, (weight.out_features, weight.in_features), threads=threads, activations=activations)
@@ -77,16 +84,16 @@ def linear(weight: QuantizedLinear | Dense, threads: int | None = None, activati
     return Linear("torch", (Part(lambda x: torch.nn.functional.linear(x, w, b), out_features, in_features),))
 
 
-def joined(weights: Sequence[QuantizedLinear | Dense], threads: int | None = None, activations: str = "fp") -> Linear:
+def joined(weights: Sequence[Weight], pack: Callable[[Weight], Linear]) -> Linear:
     """Several weights with the same input: their outputs side by side, in one product where their schemes allow it. Bits are those of the single products."""
     whole = _concatenate(weights)
     if whole is not None:
-        return linear(whole, threads, activations)
-    parts = [linear(w, threads, activations) for w in weights]
+        return pack(whole)
+    parts = [pack(w) for w in weights]
     return Linear("; ".join(dict.fromkeys(p.kernel for p in parts)), tuple(part for p in parts for part in p.parts))
 
 
-def _concatenate(weights: Sequence[QuantizedLinear | Dense]) -> QuantizedLinear | Dense | None:
+def _concatenate(weights: Sequence[Weight]) -> Weight | None:
     first = weights[0]
     if isinstance(first, Dense):
         dense = [w for w in weights if isinstance(w, Dense) and w.weight.dtype == first.weight.dtype]

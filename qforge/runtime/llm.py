@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qforge.errors import DataError, UnsupportedError
-from qforge.ops.native_cache import CACHE_TYPES, LANES, bytes_per_token
-from qforge.ops.native_module import missing
+from qforge.ops.native_cache import LANES
 from qforge.runtime import sequence as seq
 from qforge.runtime.engine import Engine
-from qforge.runtime.native_decoder import NativeDecoder
-from qforge.runtime.native_model import NativeModel
-from qforge.runtime.opening import Opened, of_model, open_source
+from qforge.runtime.parallel import check_size, open_shared
+from qforge.runtime.running import How, check_device, limits, open_whole
 from qforge.runtime.scheduler import Piece
 from qforge.runtime.sequence import Output, SamplingParams
-from qforge.runtime.step import Runner, build_step
+from qforge.runtime.step import build_step
 from qforge.runtime.tokenizer import Tokenizer
 from qforge.scheme import ACTIVATIONS
 
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from qforge.models.model import Model
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-_CACHE_BYTES = 2 << 30  # of the key/value cache by default; pages that are never written take no memory
 
 
 class LLM:
@@ -37,29 +34,36 @@ class LLM:
         activations: `fp` (accurate: only weights are quantized), `int16` or `int8` (products with integer weights round activations on the fly: faster).
         threads: of the native kernels; None: every core this process may use.
         block_size: tokens of a cache block, a multiple of 16.
-        num_blocks: cache blocks; None: room for `max_num_seqs` full contexts, at most 2 GiB (but one full context at least).
-        max_num_seqs: most sequences that run at once.
-        max_step_tokens: most tokens of one step; longer prompts are computed in pieces.
-        kv_cache: how keys and values are stored: `fp32` (results equal the reference), `fp16` or `int8`, a half and a quarter of the memory.
+        num_blocks: cache blocks; None: room for `max_num_seqs` full contexts, at most 2 GiB (but one full context at least), on a GPU at most what is free.
+        max_num_seqs: most sequences that run at once; None: 32, on a GPU 128.
+        max_step_tokens: most tokens of one step; longer prompts are computed in pieces. None: 512, on a GPU 2048.
+        kv_cache: how keys and values are stored: `fp32` (results equal the reference; not on a GPU), `fp16` or `int8`, a half and a quarter of the memory, `fp8` (on a GPU).
+            None: `fp32`, on a GPU the 16-bit type of activations.
+        device: `cpu`, `cuda` or `cuda:N`: a GPU runs with activations in 16 bits, fp16 for models stored in fp16 or fp32, else bf16.
+        graphs: on a GPU, record decode steps as CUDA graphs when the model is loaded.
+        tensor_parallel: processes that share the model, each with its part of every weight and of the cache: on GPUs one each (`device: cuda` takes the first N). They are
+            started here and end with this object; `model` is then a source, or a Model as `open_model` gave it, which they open again.
 
     Raises:
         ModelError: the model cannot be read.
         UnsupportedError: its family, the kind of activations or the kind of cache is not available.
+        MissingCapabilityError: there is no such device here, or what its kernels need is not installed.
     """
 
     def __init__(
-        self, model: str | Path | Model, *, activations: str = "fp", threads: int | None = None, block_size: int = 16, num_blocks: int | None = None, max_num_seqs: int = 32,
-        max_step_tokens: int = 512, kv_cache: str = "fp32",
+        self, model: str | Path | Model, *, activations: str = "fp", threads: int | None = None, block_size: int = 16, num_blocks: int | None = None,
+        max_num_seqs: int | None = None, max_step_tokens: int | None = None, kv_cache: str | None = None, device: str = "cpu", graphs: bool = True,
+        tensor_parallel: int = 1,
     ) -> None:  # fmt: skip
-        _check(activations, kv_cache, threads, block_size, num_blocks, max_num_seqs, max_step_tokens)
-        self._opened = open_source(str(model), activations, threads) if isinstance(model, str | Path) else of_model(model, activations, threads)
-        spec = self._opened.spec
-        size = block_size * spec.num_layers * bytes_per_token(kv_cache, spec.num_kv_heads, spec.head_dim)
-        context = -(-spec.max_positions // block_size)
-        self.num_blocks = num_blocks or max(context, min(max_num_seqs * context, _CACHE_BYTES // size))
-        self.runner = _runner(self._opened, threads, self.num_blocks, block_size, kv_cache)
-        self.kv_cache, self.max_context = kv_cache, spec.max_positions
-        self._block_size, self._max_num_seqs, self._max_step_tokens = block_size, max_num_seqs, max_step_tokens
+        _check(activations, threads, block_size, num_blocks, max_num_seqs, max_step_tokens)
+        check_device(device, activations, kv_cache)
+        check_size(tensor_parallel, device)
+        where = limits(device, block_size, num_blocks, max_num_seqs, max_step_tokens)
+        how = How(activations, threads, kv_cache, graphs)
+        self._opened, made = open_shared(model, where, how, tensor_parallel) if tensor_parallel > 1 else open_whole(model, where, how)
+        self.runner, self.num_blocks, self.recorded, self.cache_token_bytes = made.runner, made.num_blocks, made.recorded, made.token_bytes
+        self.max_context = self._opened.spec.max_positions
+        self._block_size, self._max_num_seqs, self._max_step_tokens = block_size, where.max_num_seqs, where.max_step_tokens
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -156,25 +160,13 @@ class LLM:
             raise DataError(f"the chat template of '{self._opened.source}' refuses these messages: {e}") from e
 
 
-def _runner(opened: Opened, threads: int | None, num_blocks: int, block_size: int, kv_cache: str) -> Runner:
-    if isinstance(opened.weights, NativeModel):
-        return NativeDecoder(opened.weights, threads=threads, num_blocks=num_blocks, block_size=block_size, kv_cache=kv_cache)
-    if kv_cache != "fp32":
-        raise UnsupportedError(f"a key/value cache of '{kv_cache}' needs the native kernels, and {missing()}; use fp32")
-    from qforge.runtime.decoder import Decoder
-
-    return Decoder(opened.weights, num_blocks=num_blocks, block_size=block_size)
-
-
 def _output(engine: Engine, prompt: str | None, s: seq.Sequence) -> Output:
     return Output(prompt, s.tokens[: s.num_prompt], s.generated, engine.text(s), str(s.finish_reason))
 
 
-def _check(activations: str, kv_cache: str, threads: int | None, block_size: int, num_blocks: int | None, max_num_seqs: int, max_step_tokens: int) -> None:
+def _check(activations: str, threads: int | None, block_size: int, num_blocks: int | None, max_num_seqs: int | None, max_step_tokens: int | None) -> None:
     if activations not in ACTIVATIONS:
         raise UnsupportedError(f"activations '{activations}' are not known; use one of {', '.join(ACTIVATIONS)}")
-    if kv_cache not in CACHE_TYPES:
-        raise UnsupportedError(f"a key/value cache of '{kv_cache}' is not known; use one of {', '.join(CACHE_TYPES)}")
     if block_size < LANES or block_size % LANES:
         raise UnsupportedError(f"a cache block of {block_size} tokens is not possible; use a multiple of {LANES}")
     for name, value in (("threads", threads), ("num_blocks", num_blocks), ("max_num_seqs", max_num_seqs), ("max_step_tokens", max_step_tokens)):

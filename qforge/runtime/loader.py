@@ -6,31 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
-from qforge import numerics
 from qforge.errors import UnsupportedError
 from qforge.models.model import Model
 from qforge.models.tying import HEAD, shared_table
 from qforge.ops.layers import AttentionParameters
-from qforge.ops.native_module import missing
-from qforge.qlinear import QuantizedLinear
 from qforge.runtime.decoder import supports
-from qforge.runtime.linears import Dense, Linear, joined, linear
-from qforge.runtime.lowering import lowered
-from qforge.runtime.native_model import NativeModel
+from qforge.runtime.linears import Dense, Linear, Weight, joined
+from qforge.runtime.places import Host, Place
 from qforge.runtime.weights import Head, Layer, Weights
 from qforge.types import ModelSpec
 
 
-def load(model: Model, threads: int | None = None, activations: str = "fp") -> NativeModel | Weights:
-    """All weights, packed: for the native decoder, or for the reference where there is no native module. Raises as `read` does."""
-    weights = read(model, threads, activations)
-    return lowered(weights) if missing() is None else weights
-
-
-def read(model: Model, threads: int | None = None, activations: str = "fp") -> Weights:
-    """All weights, packed as the reference decoder takes them.
-
-    `activations` is `fp`, or `int16` or `int8`: rounded on the fly where a kernel does that.
+def read(model: Model, place: Place | None = None) -> Weights:
+    """All weights, packed for a place (this machine's processor unless given), as `Decoder` and `GpuDecoder` take them.
 
     Raises:
         UnsupportedError: a family that the runtime does not list; the message says what runs it.
@@ -39,16 +27,16 @@ def read(model: Model, threads: int | None = None, activations: str = "fp") -> W
     reason = supports(model.spec)
     if reason is not None or model.spec is None:
         raise UnsupportedError(f"'{model.source}' cannot run on the built-in runtime: {reason}; transformers loads it as it is, and eval --engine transformers measures it")
-    reader = _Reader(model, model.spec, threads, activations)
+    reader = Reader(model, model.spec, place or Host())
     layers = [reader.layer(i) for i in range(model.spec.num_layers)]
     return Weights(model.spec, layers, reader.norm("model.norm"), reader.head())
 
 
-class _Reader:
+class Reader:
     """Reads weights by module name."""
 
-    def __init__(self, model: Model, spec: ModelSpec, threads: int | None, activations: str) -> None:
-        self._model, self._spec, self._threads, self._activations = model, spec, threads, activations
+    def __init__(self, model: Model, spec: ModelSpec, place: Place) -> None:
+        self._model, self._spec, self._place = model, spec, place
         self._names = set(model.weights.names())
 
     def layer(self, index: int) -> Layer:
@@ -74,29 +62,34 @@ class _Reader:
 
     def norm(self, name: str) -> torch.Tensor:
         """A norm's weight, fp32, with the family's offset."""
-        return (self._model.weights.read(f"{name}.weight").float() + self._spec.norm_offset).contiguous()
+        return self._place.norm(self._model.weights.read(f"{name}.weight").float() + self._spec.norm_offset)
 
     def head(self) -> Head:
         """Embedding and output head; one copy where the model ties them, be it of codes."""
+        embedding, head = self._ends()
+        if head is None:
+            return self._place.tied(embedding)
+        assert isinstance(embedding, Dense)
+        return Head(self._place.table(embedding.weight), self._place.linear(head, wide=True))
+
+    def _ends(self) -> tuple[Weight, Weight | None]:
+        """Embedding and output head, None for one that is the embedding."""
         if shared_table(self._model, self._model.schemes) is not None:
-            codes = self._model.linear(HEAD)
-            logits = linear(codes, self._threads, self._activations)
-            packed = logits.parts[0].packed
-            return Head(numerics.dequantize(codes) if packed is None else packed.tiles, logits)
-        table = self._model.weights.read("model.embed_tokens.weight")
-        if "lm_head" in self._model.schemes or (not self._spec.tied_head and "lm_head.weight" in self._names):
-            return Head(table.contiguous(), self._linear("lm_head"))
-        logits = linear(Dense(table), self._threads)
-        packed = logits.parts[0].packed
-        return Head(table if packed is None else packed.tiles, logits)
+            return self._model.linear(HEAD), None
+        table = Dense(self._model.weights.read("model.embed_tokens.weight"))
+        untied = HEAD in self._model.schemes or (not self._spec.tied_head and f"{HEAD}.weight" in self._names)
+        return table, self._whole(HEAD) if untied else None
 
     def _linear(self, name: str) -> Linear:
-        return linear(self._weight(name), self._threads, self._activations)
+        return self._place.linear(self._weight(name))
 
     def _joined(self, names: Sequence[str]) -> Linear:
-        return joined([self._weight(n) for n in names], self._threads, self._activations)
+        return joined([self._weight(n) for n in names], self._place.linear)
 
-    def _weight(self, name: str) -> QuantizedLinear | Dense:
+    def _weight(self, name: str) -> Weight:
+        return self._whole(name)
+
+    def _whole(self, name: str) -> Weight:
         if name in self._model.schemes:
             return self._model.linear(name)
         bias = self._model.weights.read(f"{name}.bias") if f"{name}.bias" in self._names else None

@@ -44,7 +44,7 @@ def _part(part: Part) -> NativePart:
     p = part.packed
     if p is None or p.arithmetic is None:
         weight = None if p is None else p.weight
-        return NativePart(part.out_features, part.in_features, weight, elsewhere=_elsewhere(part.product, part.in_features, part.out_features))
+        return NativePart(part.out_features, part.in_features, weight, elsewhere=_elsewhere(part.product, part.in_features, part.out_features), held=part.held)
     return NativePart(part.out_features, part.in_features, p.weight, p.arithmetic, 0.0 if p.input_scale is None else float(p.input_scale))
 
 

@@ -20,6 +20,7 @@ class NativePart:
         weight: what a native kernel reads, or None.
         arithmetic: `FP32`, or `INT8`: activations rounded by row, or all with `static_scale` where that is not 0.
         elsewhere: where no native kernel runs the product: takes addresses of fp32 inputs `[rows, in_features]`, rows, address and row stride of the outputs.
+        held: bytes of what it reads there, where that is known.
     """
 
     out_features: int
@@ -28,10 +29,13 @@ class NativePart:
     arithmetic: str = "FP32"
     static_scale: float = 0.0
     elsewhere: Elsewhere | None = None
+    held: int | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weight as its kernel reads it; those of fp32 where no native kernel does."""
+        if self.held is not None:
+            return self.held
         return 4 * self.out_features * self.in_features if self.weight is None else self.weight.nbytes
 
 

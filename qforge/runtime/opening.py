@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qforge.errors import ModelError
+from qforge.errors import MissingCapabilityError, ModelError
 from qforge.models.locate import locate, model_folder
+from qforge.ops.native_module import missing
 from qforge.runtime import packed_cache
 from qforge.runtime.native_model import NativeModel
 from qforge.runtime.packed_file import PackedModel
@@ -21,6 +22,8 @@ from qforge.types import ModelSpec
 
 if TYPE_CHECKING:
     from qforge.models.model import Model
+    from qforge.runtime.places import Gpu
+    from qforge.runtime.shares import Share
     from qforge.runtime.weights import Weights
 
 
@@ -30,15 +33,17 @@ class Opened:
 
     Attributes:
         source: as the user wrote it.
-        weights: for the native decoder; for the reference where there is no native module.
+        weights: for the native decoder; for the reference where there is no native module; for a GPU's.
         end_ids: tokens that end a continuation.
         tokenizer: makes it, or gives the one that was made.
+        place: the GPU that holds the weights, or None.
     """
 
     source: str
     weights: NativeModel | Weights
     end_ids: frozenset[int]
     tokenizer: Callable[[], Tokenizer]
+    place: Gpu | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -46,32 +51,43 @@ class Opened:
         return self.weights.spec
 
 
-def open_source(source: str, activations: str = "fp", threads: int | None = None) -> Opened:
-    """What a source names (see `open_model`), packed.
+def open_source(source: str, activations: str = "fp", threads: int | None = None, device: str = "cpu") -> Opened:
+    """What a source names (see `open_model`), packed for a device.
 
     Raises:
         ModelError: it cannot be read.
         UnsupportedError: the runtime does not list its family.
     """
-    entry = packed_cache.entry(model_folder(locate(source, Path("."))), activations)
+    entry = None if device != "cpu" else packed_cache.entry(model_folder(locate(source, Path("."))), activations)
     kept = None if entry is None else entry.read(threads)
     if kept is not None:
         tokenizer = functools.partial(PlainTokenizer, kept.tokenizer.tobytes(), kept.chat_template, kept.special_tokens)
         return Opened(source, kept.model, kept.end_ids, functools.cache(tokenizer))
     from qforge.models.model import open_model
 
-    opened = of_model(open_model(source), activations, threads)
+    opened = of_model(open_model(source), activations, threads, device)
     packed = None if entry is None else _packed(entry.key, opened)
     if entry is not None and packed is not None:
         entry.write(packed, threads)
     return opened
 
 
-def of_model(model: Model, activations: str = "fp", threads: int | None = None) -> Opened:
-    """The same of an opened model; it is not kept, since nothing says what its tensors were made of."""
-    from qforge.runtime.loader import load
+def of_model(model: Model, activations: str = "fp", threads: int | None = None, device: str = "cpu", share: Share | None = None) -> Opened:
+    """The same of an opened model, or of a process's share of it; it is not kept, since nothing says what its tensors were made of."""
+    import torch
 
-    return Opened(model.source, load(model, threads, activations), _end_ids(model.assets, model.config), functools.cache(model.tokenizer))
+    from qforge.runtime import loader, places
+    from qforge.runtime.lowering import lowered
+    from qforge.runtime.shared_loader import read_share
+
+    place = None if device == "cpu" else places.gpu(model, device)
+    where = place or places.Host(threads, activations)
+    try:
+        weights = loader.read(model, where) if share is None else read_share(model, where, share)
+    except torch.OutOfMemoryError as e:
+        raise MissingCapabilityError(f"the weights of '{model.source}' do not fit on {device}; use fewer bits, or share the model among several GPUs (tensor_parallel)") from e
+    kept = lowered(weights) if place is None and missing() is None else weights
+    return Opened(model.source, kept, _end_ids(model.assets, model.config), functools.cache(model.tokenizer), place)
 
 
 def _packed(key: str, opened: Opened) -> PackedModel | None:

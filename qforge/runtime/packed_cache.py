@@ -22,8 +22,7 @@ from typing import Any
 
 import qforge
 from qforge.errors import DataError
-from qforge.files import sha256_file
-from qforge.models.cache import cache_folder
+from qforge.files import cache_folder, sha256_file
 from qforge.ops.native_module import instruction_sets, missing, module
 from qforge.runtime import packed_file
 from qforge.runtime.packed_file import PackedModel

@@ -1,7 +1,7 @@
 """Where a divergence comes from: restore one part of the quantized model to full precision, and measure what comes back.
 
-Blocks first, each restored alone; then, in the blocks that brought back most, each linear alone. All variants go through a block together, so that every block is loaded
-once for the quantized model and once to be restored, and a variant is computed only from its own block on.
+Blocks first, each restored alone; then, in the blocks that brought back most, each linear alone; then, in the linear that brought back most, its groups of inputs.
+All variants go through a block together, so that every block is loaded once for the quantized model and once to be restored, and a variant is computed only from its own block on.
 
 Letters: T tokens of a window, D hidden width, V vocabulary.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from qforge.engines.base import chunks
+from qforge.engines.base import Scorer, chunks
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.evaluate.scores import PairScores, score_windows
 from qforge.models.blocks import BlockModel
@@ -24,6 +24,7 @@ from qforge.types import Blame, BlameResult
 
 TOKENS = 1024  # scored at least, where the text has them
 DEEP = 3  # blocks that are taken apart
+PIECES = 16  # into which a linear is taken apart, at most
 SMALL = 0.1  # a share that points at nothing
 OUTSIDE = "everything outside of the blocks"
 _NO_MATTER = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "quantization_config", "use_cache", "architectures")
@@ -33,11 +34,12 @@ States = list[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """A part to restore: tensors of one block by full name."""
+    """A part to restore: tensors of one block by full name, or of a weight `[O, I]` the inputs from one to before another."""
 
     name: str
     block: int
     tensors: frozenset[str]
+    inputs: tuple[int, int] | None = None
 
 
 def blame(original: Model, quantized: Model, windows: list[list[int]], *, tokens: int = TOKENS) -> Blame:
@@ -63,8 +65,21 @@ def blame(original: Model, quantized: Model, windows: list[list[int]], *, tokens
     index = {name: i for i, name in enumerate(study.model.block_names)}
     parts = {v: b.name for b in worst for v in study.linears(index[b.name])}
     found += study.measure(list(parts), whole, {v.name: b for v, b in parts.items()})
-    found.sort(key=lambda f: (-f.returned, f.name))
-    return Blame(sum(map(len, chosen)) - len(chosen), whole, found, _words(found, whole, different_settings(original, quantized)))
+    found.sort(key=_first)
+    first = next((v for f in found for v in parts if v.name == f.name and f.returned >= SMALL), None)
+    pieces = [] if first is None else study.pieces(first)
+    groups = sorted(study.measure(pieces, whole, {p.name: first.name for p in pieces}), key=_first) if first is not None and pieces else []
+    return Blame(sum(map(len, chosen)) - len(chosen), whole, found, _words(found, groups, whole, different_settings(original, quantized)), groups)
+
+
+def _first(part: BlameResult) -> tuple[float, str]:
+    return -part.returned, part.name
+
+
+def divergence(candidate: Scorer, reference: Scorer, windows: list[list[int]]) -> float:
+    """Mean KL divergence of a candidate from a reference over all scored positions, nats per token."""
+    scores = [s for s in score_windows(candidate, reference, windows) if isinstance(s, PairScores)]
+    return math.fsum(float(s.kl.sum()) for s in scores) / sum(len(s.kl) for s in scores)
 
 
 def spread(windows: list[list[int]], tokens: int) -> list[list[int]]:
@@ -105,6 +120,17 @@ class _Study:
             return []
         return [_Variant(n, block, frozenset(t for t in differing if t.rpartition(".")[0] == n)) for n in names if f"{n}.weight" in differing]
 
+    def pieces(self, linear: _Variant) -> list[_Variant]:
+        """A variant for each group of a linear's inputs, or for neighbours together where there are many; none where all inputs share a scale."""
+        name = f"{linear.name}.weight"
+        if name not in linear.tensors or linear.name not in self._quantized.schemes:
+            return []
+        inputs = self._original.weights.info(name).shape[-1]
+        group = self._quantized.schemes[linear.name].granularity.group_size(inputs)
+        step = group * -(-inputs // (group * PIECES))
+        ranges = [(start, min(start + step, inputs)) for start in range(0, inputs, step)]
+        return [_Variant(f"{linear.name}, inputs {a} to {b - 1}", linear.block, frozenset({name}), (a, b)) for a, b in ranges] if len(ranges) > 1 else []
+
     def measure(self, variants: list[_Variant], whole: float, part_of: Mapping[str, str]) -> list[BlameResult]:
         """What is left of the divergence with each variant restored, and what came back."""
         ends = self.last({v.name: v for v in variants}, list({v.block for v in variants}))
@@ -124,20 +150,25 @@ class _Study:
         """A block with the variant's tensors as the original has them; what is restored takes its inputs unrounded."""
 
         def replace(name: str) -> torch.Tensor | None:
-            return self._original.weights.read(name) if name in variant.tensors else None
+            if name not in variant.tensors:
+                return None
+            whole = self._original.weights.read(name)
+            if variant.inputs is None:
+                return whole
+            mixed, (start, stop) = self._quantized.weights.read(name).to(whole.dtype, copy=True), variant.inputs
+            mixed[:, start:stop] = whole[:, start:stop]
+            return mixed
 
         with self.model.block(index, replace, self._rounding(variant)) as module:
             return [self.model.run(index, module, h) for h in states]
 
     def _rounding(self, variant: _Variant) -> Any:
-        restored = {t.rpartition(".")[0] for t in variant.tensors}
+        restored = {t.rpartition(".")[0] for t in variant.tensors if variant.inputs is None}
         return lambda name: None if name in restored else self.model.own_rounding(name)
 
     def divergence(self, states: States, head: BlockModel | None = None) -> float:
         """Mean KL divergence from the original, nats per token, of final hidden states."""
-        ours, theirs = _Kept(head or self.model, states), _Kept(self._full, self._reference)
-        scores = [s for s in score_windows(ours, theirs, self._windows) if isinstance(s, PairScores)]
-        return math.fsum(float(s.kl.sum()) for s in scores) / sum(len(s.kl) for s in scores)
+        return divergence(_Kept(head or self.model, states), _Kept(self._full, self._reference), self._windows)
 
     def outside_differs(self) -> bool:
         """Whether an embedding, a final norm or a head differs."""
@@ -175,7 +206,7 @@ def _share(whole: float, left: float) -> float:
     return 1 - left / whole if whole > 0 else 0.0
 
 
-def _words(parts: list[BlameResult], whole: float, settings: list[str]) -> str:
+def _words(parts: list[BlameResult], groups: list[BlameResult], whole: float, settings: list[str]) -> str:
     """What the ranking comes to."""
     if whole == 0:
         return "the models do not differ"
@@ -183,6 +214,9 @@ def _words(parts: list[BlameResult], whole: float, settings: list[str]) -> str:
         :DEEP
     ]
     told = f"the divergence that goes when a part is restored: {', '.join(named)}" if named else "no part alone accounts for a tenth of the divergence; it is spread over the model"
+    shares = [g.returned for g in groups]
+    if groups and shares[0] >= SMALL and shares[0] > 2 * max(0.0, shares[1]):
+        told += f"; in {groups[0].part_of}, the{groups[0].name.rpartition(',')[2]} ({shares[0]:.0%})"
     if not settings:
         return told
     cause = "and what differs in config.json" if named else "no part's weights explain it; what differs in config.json"

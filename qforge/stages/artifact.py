@@ -18,6 +18,7 @@ from qforge.clock import Clock
 from qforge.export.hf import write_artifact
 from qforge.files import sha256_tree, size_of
 from qforge.methods import find_tuner
+from qforge.methods.device import computing_on, device_of, name_of
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
 from qforge.plan import Plan
@@ -38,6 +39,7 @@ def root_key(recipe: Recipe, model_sha256: str, plan: Plan, texts: Texts) -> str
         options=recipe.quantize.options.model_dump(),
         schemes={name: str(scheme) for name, scheme in plan.schemes.items()},
         calibration=texts.calibration.sha256 if texts.calibration is not None else None,
+        **({} if (card := name_of(device_of(recipe.run.device))) is None else {"card": card}),
     )
 
 
@@ -62,7 +64,8 @@ def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, 
             with clock.part("gradients"):
                 fisher.gather(blocks, wanted, calibration.ids, room, pieces.save_outputs, progress)
         job = Job(blocks, plan.quantizer, plan.schemes, plan.options, room, plan.transforms, tuner, pieces.outputs)
-        quantize_blocks(job, None if calibration is None else calibration.ids, pieces.store(), progress)
+        with computing_on(device_of(recipe.run.device)):
+            quantize_blocks(job, None if calibration is None else calibration.ids, pieces.store(), progress)
         pieces.drop_states()
     return pieces
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from qforge import __version__
-from qforge.engines import checkpoints, llama_cpp, onnx_runtime
+from qforge.engines import checkpoints, llama_cpp, onnx_runtime, openvino_runtime
 from qforge.errors import MissingCapabilityError, OutputError, UnsupportedError
 from qforge.export import exporter
 from qforge.export.agreement import seeded_prompts
@@ -22,6 +22,7 @@ from qforge.export.hf import PROVENANCE
 from qforge.export.imatrix import Imatrix
 from qforge.export.verify import verify
 from qforge.export.verify_checkpoint import FORMATS as CHECKPOINTS
+from qforge.export.verify_text import verify_text
 from qforge.files import LOCK, readable_errors, sha256_tree, size_of
 from qforge.models.config import read_json
 from qforge.models.model import Model
@@ -144,8 +145,8 @@ def verify_all(
         if result.path is None:
             done.append(result)
             continue
-        missing = [llama_cpp.missing(), checkpoints.missing("gptq"), onnx_runtime.missing(), onnx_runtime.genai_missing()]
-        name = key("verify", artifact=artifact_sha256, export=result.sha256, format=result.format, prompts=prompts, engine=engine, missing=missing)
+        missing = [llama_cpp.missing(), checkpoints.missing("gptq"), checkpoints.missing("mlx"), onnx_runtime.missing(), onnx_runtime.genai_missing(), openvino_runtime.missing()]
+        name = key("verify", form=2, artifact=artifact_sha256, export=result.sha256, format=result.format, prompts=prompts, engine=engine, missing=missing)
         found = journal.load(name)
         if found is None:
             found = ({}, _verified(result, out / result.path, artifact, engine, prompts))
@@ -159,6 +160,7 @@ def verify_all(
 def _verified(result: ExportResult, folder: Path, artifact: Model, engine: str, prompts: list[list[int]]) -> dict[str, Any]:
     paths = sorted(p for p in folder.rglob("*") if p.is_file())
     verified, left_out = verify(result.format, paths, artifact, engine_for(artifact, engine), prompts)
+    verified = [*verified, *verify_text(result.format, paths, artifact)]
     compared = [v.weights_equal for v in verified if v.weights_equal is not None]
     lossless = all(compared) if compared else None
     return {"lossless": lossless, "verified_by": [asdict(v) for v in verified], "skipped_because": "; ".join(left_out) or None}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,10 +15,14 @@ from qforge.runtime import LLM, SamplingParams
 from qforge.runtime.decoder import supports
 from qforge.stages import importance
 from qforge.stages.journal import Journal, key
-from qforge.text.calibration import CalibrationSet, calibration_set, generated
+from qforge.text.calibration import CalibrationSet, Writer, calibration_set, generated, with_generated
 from qforge.text.documents import Documents, documents, from_texts
+from qforge.text.likeness import likeness
 from qforge.text.overlap import overlap
 from qforge.text.windows import EvaluationWindows, evaluation_windows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +64,10 @@ def gather_texts(recipe: Recipe, model: Model, plan: Plan, journal: Journal | No
         notes += evaluation.notes
     section = recipe.calibration
     calibrated = bool(plan.needs) or importance.wanted(recipe)
-    reason = supports(model.spec) if calibrated and section.source == "generated" else None
+    writes = section.source == "generated" or section.generated > 0
+    reason = supports(model.spec) if calibrated and writes else None
     if reason is not None:
-        raise UnsupportedError(f"calibration.source: generated needs the built-in runtime, which cannot run this model: {reason}; name a text file, or builtin")
+        raise UnsupportedError(f"calibration text that the model generates needs the built-in runtime, which cannot run this model: {reason}; name a text file, or builtin")
     if not calibrated or (section.source == "generated" and journal is None):
         return Texts(None, evaluation, None, notes)
     if section.source == "generated":
@@ -71,9 +76,13 @@ def gather_texts(recipe: Recipe, model: Model, plan: Plan, journal: Journal | No
     else:
         source = documents(section.source, role="calibration", folder=recipe.folder, tokenizer=tokenizer)
     chosen = calibration_set(source, tokenizer, samples=section.samples, sequence_length=section.sequence_length, seed=section.seed, context=context)
+    sampled = chosen.sha256
+    if section.generated and journal is not None:
+        chosen = _lengthened(recipe, model, journal, chosen)
     described: dict[str, Any] = {
         "source": section.source,
         "text_sha256": chosen.text_sha256,
+        "sampled_sha256": sampled,
         "sha256": chosen.sha256,
         "sequences": int(chosen.ids.shape[0]),
         "sequence_length": int(chosen.ids.shape[1]),
@@ -91,21 +100,48 @@ def gather_texts(recipe: Recipe, model: Model, plan: Plan, journal: Journal | No
         warning = shared.warning()
         notes += (warning,) if warning else ()
         described["overlap"] = asdict(shared)
+    if evaluation is not None:
+        like = likeness(source.source, *(_read_back(ids, tokenizer) for ids in (chosen.ids.tolist(), evaluation.ids)))
+        notes += (like.warning,) if like.warning else ()
+        described["likeness"] = asdict(like)
     return Texts(chosen, evaluation, described, notes)
 
 
+def _read_back(windows: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What of a text is really read, as text."""
+    return [str(t) for t in tokenizer.batch_decode(windows, skip_special_tokens=True)]
+
+
 def _generated(recipe: Recipe, model: Model, journal: Journal) -> Documents:
-    """Text that the model writes itself, by its own runtime, sampled at temperature 1."""
+    """Text that the model writes itself."""
     section = recipe.calibration
     name = key("generated", model=model.fingerprint(), samples=section.samples, length=section.sequence_length, seed=section.seed)
     found = journal.load(name)
     if found is not None:
         return from_texts("generated", found[1])
 
-    def write(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        outputs = LLM(model).generate(prompts, [SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=section.seed + i) for i in range(len(prompts))])
-        return [o.token_ids for o in outputs]
-
-    written = generated(write, model.tokenizer(), samples=section.samples, sequence_length=section.sequence_length, seed=section.seed)
+    written = generated(_writer(model, section.seed), model.tokenizer(), samples=section.samples, sequence_length=section.sequence_length, seed=section.seed)
     journal.save(name, {"count": torch.tensor(len(written.texts))}, list(written.texts))
     return written
+
+
+def _lengthened(recipe: Recipe, model: Model, journal: Journal, chosen: CalibrationSet) -> CalibrationSet:
+    """`calibration.generated` sequences more."""
+    section = recipe.calibration
+    name = key("lengthened", model=model.fingerprint(), calibration=chosen.sha256, more=section.generated, seed=section.seed)
+    found = journal.load(name)
+    if found is not None:
+        return replace(chosen, ids=found[0]["ids"], tokens=found[0]["ids"].numel(), sha256=found[1])
+    longer = with_generated(chosen, _writer(model, section.seed, ignore_eos=True), more=section.generated)
+    journal.save(name, {"ids": longer.ids}, longer.sha256)
+    return longer
+
+
+def _writer(model: Model, seed: int, *, ignore_eos: bool = False) -> Writer:
+    """The model's own continuations, by its own runtime, sampled at temperature 1."""
+
+    def write(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        chosen = [SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=seed + i, ignore_eos=ignore_eos) for i in range(len(prompts))]
+        return [o.token_ids for o in LLM(model).generate(prompts, chosen)]
+
+    return write

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from qforge.errors import DataError
 from qforge.text.builtin import builtin_files
-from qforge.text.chat import begins_with_bos, render_plain
+from qforge.text.chat import Rendered, begins_with_bos, render_plain
 from qforge.text.documents import Documents, from_texts
 from qforge.text.records import jsonl_texts
 from qforge.text.windows import cut, token_ids
@@ -93,12 +93,27 @@ def generated(write: Writer, tokenizer: PreTrainedTokenizerBase, *, samples: int
         DataError: the model wrote nothing but blanks.
     """
     first = builtin_files("calibration")[0]
-    texts = jsonl_texts(first.read_text("utf-8"), first.name, lambda messages, where: render_plain(messages))
+    texts = [r.text for r in jsonl_texts(first.read_text("utf-8"), first.name, lambda messages, where: Rendered(render_plain(messages)))]
     chosen = random.Random(seed).choices(texts, k=samples)
     bos = [int(tokenizer.bos_token_id)] if begins_with_bos(tokenizer) else []
     openings = [ids[:PROMPT_TOKENS] for ids in token_ids([text[:400] for text in chosen], tokenizer)]
     written = write([bos + ids for ids in openings], max(1, sequence_length - PROMPT_TOKENS))
     return from_texts("generated", [str(tokenizer.decode(ids + more, skip_special_tokens=True)) for ids, more in zip(openings, written, strict=True)])
+
+
+def with_generated(chosen: CalibrationSet, write: Writer, *, more: int) -> CalibrationSet:
+    """Further sequences as long as the chosen ones, each continued by the model from the first few tokens of one of them.
+
+    Args:
+        chosen: sequences of text.
+        write: as for `generated`; every continuation has all the tokens that are asked for.
+        more: how many.
+    """
+    samples, length = chosen.ids.shape
+    openings = [chosen.ids[i % samples, : min(PROMPT_TOKENS, length - 1)].tolist() for i in range(more)]
+    written = write(openings, length - len(openings[0]))
+    ids = torch.cat([chosen.ids, torch.tensor([ids + more for ids, more in zip(openings, written, strict=True)], dtype=torch.int64)])
+    return replace(chosen, ids=ids, tokens=ids.numel(), sha256=ids_sha256(ids))
 
 
 def _join(streams: list[list[int]], eos: int | None) -> list[int]:

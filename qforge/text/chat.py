@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -13,6 +14,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+_REFUSALS = (TemplateError, ValueError, TypeError, KeyError)
+Spans = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A document's text and, of a conversation, the characters `(start, stop)` that the assistant says, end marks included; None: all of the text, or nobody knows."""
+
+    text: str
+    answers: Spans | None = None
 
 
 def check_messages(value: object, where: str) -> list[Message]:
@@ -34,8 +45,8 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def render_chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str) -> str:
-    """The text of a conversation through the tokenizer's chat template.
+def render_chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str) -> Rendered:
+    """A conversation through the tokenizer's chat template.
 
     A BOS that the template writes in front is taken away where the tokenizer itself puts one before plain text, so that a window never begins with two.
 
@@ -46,9 +57,27 @@ def render_chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase,
         raise DataError(f'{where}: chat messages need a chat template, and this model\'s tokenizer has none; give records with "text" instead')
     try:
         text = str(tokenizer.apply_chat_template(list(messages), tokenize=False))
-    except (TemplateError, ValueError, TypeError, KeyError) as e:
+    except _REFUSALS as e:
         raise DataError(f"{where}: the model's chat template refuses these messages: {e}") from e
-    return text.removeprefix(str(tokenizer.bos_token)) if begins_with_bos(tokenizer) else text
+    answers, bos = _answers(messages, tokenizer, text), str(tokenizer.bos_token)
+    if not begins_with_bos(tokenizer) or not text.startswith(bos):
+        return Rendered(text, answers)
+    return Rendered(text[len(bos) :], answers and tuple((start - len(bos), stop - len(bos)) for start, stop in answers))
+
+
+def _answers(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, text: str) -> Spans | None:
+    """Where the assistant speaks: from behind the prompt that a server would give it to the end of its turn. None where a template changes a turn when others follow."""
+    spans = []
+    for i in (i for i, m in enumerate(messages) if m["role"] == "assistant"):
+        try:
+            before = str(tokenizer.apply_chat_template(list(messages[:i]), tokenize=False, add_generation_prompt=True))
+            after = str(tokenizer.apply_chat_template(list(messages[: i + 1]), tokenize=False)).rstrip()
+        except _REFUSALS:
+            return None
+        if not after.startswith(before) or not text.startswith(after):
+            return None
+        spans.append((len(before), len(after)))
+    return tuple(spans)
 
 
 def render_plain(messages: Sequence[Message]) -> str:

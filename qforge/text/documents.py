@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qforge.errors import DataError
 from qforge.text.builtin import Role, builtin_files
-from qforge.text.chat import has_chat_template, render_plain
+from qforge.text.chat import Rendered, Spans, has_chat_template, render_plain
 from qforge.text.hub import hub_texts, is_hub_id
 from qforge.text.records import ChatRenderer, chat_renderer, jsonl_texts
 
@@ -31,11 +31,13 @@ class Documents:
         source: as the user wrote it.
         texts: one rendered text a document, none of them blank.
         sha256: hex SHA-256 of the content as it is stored (a file's bytes; several files one after the other; a dataset's texts, each followed by a zero byte).
+        answers: of each text, the characters that the assistant says, which are what is scored; None for a text that is scored whole. Empty: all are.
     """
 
     source: str
     texts: tuple[str, ...]
     sha256: str
+    answers: tuple[Spans | None, ...] = ()
 
 
 def documents(source: str, *, role: Role, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Documents:
@@ -44,7 +46,7 @@ def documents(source: str, *, role: Role, folder: Path, tokenizer: PreTrainedTok
     Args:
         source: `builtin`; a `.jsonl` file (one document a line: `text`, `messages`, `prompt` with `completion`, or a string); any other text file (one document);
             `owner/name[:config[:split]]` of a hub dataset.
-        role: which built-in text, and which split of a hub dataset.
+        role: which built-in text, and which split of a hub dataset. For evaluation conversations tell where their answers are (built-in ones do not).
         folder: what a relative path is relative to (the recipe's own folder).
         tokenizer: its chat template renders messages. The built-in conversations become plain paragraphs where it has none.
 
@@ -54,16 +56,22 @@ def documents(source: str, *, role: Role, folder: Path, tokenizer: PreTrainedTok
     """
     render = chat_renderer(tokenizer)
     if source == "builtin":
-        plain: ChatRenderer = lambda messages, where: render_plain(messages)  # noqa: E731
-        return _from_files(source, builtin_files(role), render if has_chat_template(tokenizer) else plain)
+        plain: ChatRenderer = lambda messages, where: Rendered(render_plain(messages))  # noqa: E731
+        return replace(_from_files(source, builtin_files(role), render if has_chat_template(tokenizer) else plain), answers=())
     path = folder / Path(source).expanduser()
     if os.path.isfile(path):
-        return _from_files(source, (path,), render)
+        return _asked(_from_files(source, (path,), render), role)
     if os.path.isdir(path):
         raise DataError(f"{source}: this is a folder; {ALLOWED}")
     if _names_a_dataset(source, folder):
-        return from_texts(source, hub_texts(source, role, render))
+        found = hub_texts(source, role, render)
+        return _asked(replace(from_texts(source, [r.text for r in found]), answers=tuple(r.answers for r in found)), role)
     raise DataError(f"{source}: no such file in {folder.resolve()}; {ALLOWED}")
+
+
+def _asked(found: Documents, role: Role) -> Documents:
+    """With answers only where they matter: for evaluation, and where there are any."""
+    return found if role == "evaluation" and any(a is not None for a in found.answers) else replace(found, answers=())
 
 
 def from_texts(source: str, texts: Sequence[str]) -> Documents:
@@ -89,7 +97,7 @@ def _names_a_dataset(source: str, folder: Path) -> bool:
 
 def _from_files(source: str, paths: Sequence[Path], render: ChatRenderer) -> Documents:
     digest = hashlib.sha256()
-    texts: list[str] = []
+    texts: list[Rendered] = []
     for path in paths:
         name = source if len(paths) == 1 and source != "builtin" else path.name
         content = _bytes(path, name)
@@ -97,13 +105,13 @@ def _from_files(source: str, paths: Sequence[Path], render: ChatRenderer) -> Doc
         texts += _texts(path, name, _decode(content, name), render)
     if not texts:
         raise DataError(f"{source}: the text is empty; {ALLOWED}")
-    return Documents(source, tuple(texts), digest.hexdigest())
+    return Documents(source, tuple(r.text for r in texts), digest.hexdigest(), tuple(r.answers for r in texts))
 
 
-def _texts(path: Path, name: str, content: str, render: Callable[..., str]) -> list[str]:
+def _texts(path: Path, name: str, content: str, render: ChatRenderer) -> list[Rendered]:
     if path.suffix.lower() in RECORDS:
         return jsonl_texts(content, name, render)
-    return [content] if content.strip() else []
+    return [Rendered(content)] if content.strip() else []
 
 
 def _bytes(path: Path, name: str) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 
 from qforge.errors import DataError, MissingCapabilityError
 from qforge.text.builtin import Role
+from qforge.text.chat import Rendered
 from qforge.text.records import ChatRenderer, record_text
 
 HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]*))?(:(?P<split>[\w.\[\]%:-]+))?")
@@ -21,7 +22,7 @@ def is_hub_id(source: str) -> bool:
     return HUB_ID.fullmatch(source) is not None
 
 
-def hub_texts(source: str, role: Role, render: ChatRenderer) -> list[str]:
+def hub_texts(source: str, role: Role, render: ChatRenderer) -> list[Rendered]:
     """The first `MOST_CHARACTERS` of a dataset's records as texts, streamed. Without a split: `train` for calibration, `test` or `validation` for evaluation.
 
     Raises:
@@ -32,13 +33,13 @@ def hub_texts(source: str, role: Role, render: ChatRenderer) -> list[str]:
     assert match, "callers ask is_hub_id first"
     splits = (match["split"],) if match["split"] else SPLITS[role]
     rows = _rows(_load_dataset(source), source, match["name"], match["config"] or None, splits)
-    texts: list[str] = []
+    texts: list[Rendered] = []
     size = 0
     for number, row in enumerate(rows, start=1):
-        text = record_text(row, render, f"{source}: row {number}")
-        if text.strip():
-            texts.append(text)
-            size += len(text)
+        rendered = record_text(row, render, f"{source}: row {number}")
+        if rendered.text.strip():
+            texts.append(rendered)
+            size += len(rendered.text)
         if size >= MOST_CHARACTERS:
             break
     return texts

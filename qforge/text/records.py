@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from qforge.errors import DataError
-from qforge.text.chat import Message, check_messages, render_chat
+from qforge.text.chat import Message, Rendered, check_messages, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FIELDS = '"text", "messages", "prompt" with "completion", or a plain string'
-ChatRenderer = Callable[[list[Message], str], str]
+ChatRenderer = Callable[[list[Message], str], Rendered]
 
 
 def chat_renderer(tokenizer: PreTrainedTokenizerBase) -> ChatRenderer:
@@ -21,29 +21,30 @@ def chat_renderer(tokenizer: PreTrainedTokenizerBase) -> ChatRenderer:
     return lambda messages, where: render_chat(messages, tokenizer, where)
 
 
-def record_text(record: object, render: ChatRenderer, where: str) -> str:
-    """The text of one record: a string, `text`, `messages`, or `prompt` and `completion` (two texts are joined as they are, two lists are one conversation).
+def record_text(record: object, render: ChatRenderer, where: str) -> Rendered:
+    """One record: a string, `text`, `messages`, or `prompt` and `completion` (two texts are joined as they are, and the second is the answer; two lists are one conversation).
 
     Raises:
         DataError: no usable field; the message begins with `where` (file:line) and names the allowed ones.
     """
     if isinstance(record, str):
-        return record
+        return Rendered(record)
     if not isinstance(record, Mapping):
         raise DataError(f"{where}: a record is an object or a string, not {type(record).__name__}; allowed are {FIELDS}")
     if "messages" in record:
         return render(check_messages(record["messages"], where), where)
     if "text" in record:
-        return _string(record["text"], "text", where)
+        return Rendered(_string(record["text"], "text", where))
     if "prompt" in record and "completion" in record:
         return _completion(record["prompt"], record["completion"], render, where)
     raise DataError(f"{where}: no usable field among {', '.join(map(str, record)) or 'none'}; allowed are {FIELDS}")
 
 
-def _completion(prompt: object, completion: object, render: ChatRenderer, where: str) -> str:
+def _completion(prompt: object, completion: object, render: ChatRenderer, where: str) -> Rendered:
     if isinstance(prompt, list) and isinstance(completion, list):
         return render(check_messages(prompt + completion, where), where)
-    return _string(prompt, "prompt", where) + _string(completion, "completion", where)
+    asked, told = _string(prompt, "prompt", where), _string(completion, "completion", where)
+    return Rendered(asked + told, ((len(asked), len(asked) + len(told)),))
 
 
 def _string(value: object, name: str, where: str) -> str:
@@ -52,7 +53,7 @@ def _string(value: object, name: str, where: str) -> str:
     return value
 
 
-def jsonl_texts(content: str, name: str, render: ChatRenderer) -> list[str]:
+def jsonl_texts(content: str, name: str, render: ChatRenderer) -> list[Rendered]:
     """The texts of JSON Lines, one a line; blank lines and empty texts are left out.
 
     Raises:
@@ -63,7 +64,7 @@ def jsonl_texts(content: str, name: str, render: ChatRenderer) -> list[str]:
         if line.strip():
             where = f"{name}:{number}"
             texts.append(record_text(_parse(line, where), render, where))
-    return [text for text in texts if text.strip()]
+    return [rendered for rendered in texts if rendered.text.strip()]
 
 
 def _parse(line: str, where: str) -> object:

@@ -67,13 +67,44 @@ def test_the_steps_of_the_workflow(repository: Path) -> None:
     assert len(list((repository / "runs" / "history").glob("*.json"))) == 2  # what failed is no baseline
     uploaded = yaml.safe_load((KIT / "github.yml").read_text())["jobs"]["quantize"]["steps"][-1]["with"]["path"].split()
     assert [p for p in uploaded if not (repository / p).exists()] == []
-    gh = repository / "bin" / "gh"
-    gh.parent.mkdir()
-    gh.write_text('#!/bin/sh\ncat "$6" > commented 2>/dev/null || cat "$5" > commented\n')
+
+
+GH = """#!{python}
+import json, pathlib, sys
+kept = pathlib.Path("comments.json")
+comments = json.loads(kept.read_text())
+assert sys.argv[1] == "api", sys.argv
+path = next(a for a in sys.argv if a.startswith("repos/"))
+body = [pathlib.Path(a.partition("=@")[2]).read_text() for a in sys.argv if a.startswith("body=@")]
+if "PATCH" in sys.argv:
+    next(c for c in comments if str(c["id"]) == path.rpartition("/")[2])["body"] = body[0]
+elif "POST" in sys.argv:
+    comments.append({"id": len(comments) + 1, "body": body[0]})
+else:
+    mark = sys.argv[sys.argv.index("--jq") + 1].split('startswith("')[1].split('"')[0]
+    print(*(c["id"] for c in comments if c["body"].startswith(mark)), sep="\\n")
+kept.write_text(json.dumps(comments))
+"""
+
+
+def test_there_is_one_comment_and_nobody_elses_is_touched(tmp_path: Path) -> None:
+    """The step against a stand-in for GitHub's interface: it writes its comment once, updates that, and leaves the bot's other comments alone."""
+    (tmp_path / "bin").mkdir()
+    gh = tmp_path / "bin" / "gh"
+    gh.write_text(GH.replace("{python}", sys.executable))
     gh.chmod(0o755)
-    commented = run(repository, f"export PATH={gh.parent}:$PATH\n{steps()['Comment']}", NUMBER="7")
-    assert commented.returncode == 0, commented.stderr
-    assert "FAILED" in (repository / "commented").read_text()
+    (tmp_path / "comments.json").write_text(json.dumps([{"id": 1, "body": "coverage: 93 %"}]))
+    step = f"export PATH={gh.parent}:$PATH\n{steps()['Comment']}"
+    assert run(tmp_path, step, NUMBER="7", GITHUB_REPOSITORY="a/b").returncode == 0  # nothing to say: the run could not be made
+    (tmp_path / "runs" / "ci" / "comparison").mkdir(parents=True)
+    (tmp_path / "runs" / "ci" / "report.md").write_text("first\n")
+    for words in ("first", "FAILED", "PASSED"):
+        done = run(tmp_path, step, NUMBER="7", GITHUB_REPOSITORY="a/b")
+        assert done.returncode == 0, done.stderr
+        other, mine = json.loads((tmp_path / "comments.json").read_text())
+        assert other["body"] == "coverage: 93 %"
+        assert mine["body"].splitlines()[1] == words
+        (tmp_path / "runs" / "ci" / "comparison" / "comparison.md").write_text({"first": "FAILED\n", "FAILED": "PASSED\n"}.get(words, ""))
 
 
 def test_an_accepted_baseline_is_one_line(repository: Path) -> None:

@@ -24,7 +24,7 @@ from qforge.models.model import open_model
 pytestmark = pytest.mark.slow
 CASES = [("compressed-tensors", "int4-g32-sym", {}), ("compressed-tensors", "int8-channel-sym+int8-token", {}), ("compressed-tensors", "fp8-e4m3-channel+fp8-e4m3-token", {}),
          ("gptq", "int4-g32-sym", {"ignore": ("v_proj",)}), ("gptq", "int4-g32-asym", {}), ("gptq", "int8-channel-sym", {}), ("awq", "int4-g32-sym", {"ignore": ("v_proj",)}),
-         ("awq", "int4-g32-asym", {})]  # fmt: skip
+         ("awq", "int4-g32-asym", {}), ("bitsandbytes", "nf4-g64@u8/g256:f32", {"ignore": ("v_proj",)})]  # fmt: skip
 
 
 @pytest.fixture
@@ -51,6 +51,28 @@ def test_the_engine_makes_our_weights(tmp_path, prompts, layout, text, options):
     flipped.codes[0, 0] ^= 1
     exporter(layout).write(replace(model, linears=lambda n: flipped if n == name else model.linear(n)), tmp_path / "wrong")
     assert verify_in_engine(layout, tmp_path / "wrong", opened, TransformersEngine(opened), prompts).weights_equal is False
+
+
+def test_bitsandbytes_is_exact_but_for_its_kernel_in_bf16(tmp_path, prompts):
+    """The same file as on a CPU without AVX512-BF16: fp32 throughout, for a checkpoint of a model in fp32 says so."""
+    if checkpoints.missing("bitsandbytes"):
+        pytest.skip(str(checkpoints.missing("bitsandbytes")))
+    model = quantized(open_model(str(tiny.make(tmp_path / "source", layers=2))), "nf4-g64@u8/g256:f32")
+    exporter("bitsandbytes").write(model, tmp_path / "out")
+    found = verify_in_engine("bitsandbytes", tmp_path / "out", model, TransformersEngine(model), prompts, engine="portable")
+    assert found.engine == "transformers"
+    assert found.weights_equal
+    assert found.kl_mean < 1e-9
+
+
+def test_transformers_runs_an_awq_checkpoint_that_leaves_linears_alone(tmp_path, prompts):
+    if checkpoints.missing("awq"):
+        pytest.skip(str(checkpoints.missing("awq")))
+    model = quantized(open_model(str(tiny.make(tmp_path / "source", layers=2, dtype=torch.float16))), ignore=("v_proj",))
+    exporter("awq").write(model, tmp_path / "out")
+    found = verify_in_engine("awq", tmp_path / "out", model, TransformersEngine(model), prompts, engine="transformers")
+    assert found.weights_equal
+    assert found.kl_mean < 1e-3
 
 
 def test_a_damaged_checkpoint_is_one_message(tmp_path, prompts):

@@ -271,6 +271,23 @@ def test_the_model_can_write_its_own_calibration_text(tmp_path: Path) -> None:
     assert resumed.work["computed"] == 0
 
 
+def test_the_model_can_write_more_text_than_it_is_given(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "model")
+    given = {"source": "calibration.txt", "samples": 4, "sequence_length": 48}
+    found = {}
+    for more in (0, 3):
+        found[more] = qforge.quantize(write_recipe(tmp_path, export=[], calibration=given | {"generated": more}), out=tmp_path / f"out{more}")
+    alone, longer = found[0].calibration, found[3].calibration
+    assert alone is not None
+    assert longer is not None
+    assert (alone["sequences"], longer["sequences"], longer["tokens"]) == (4, 7, 7 * 48)
+    assert alone["sha256"] == alone["sampled_sha256"] == longer["sampled_sha256"] != longer["sha256"]
+    assert found[0].artifact != found[3].artifact  # it has an effect
+    again = qforge.quantize(tmp_path / "recipe.yaml", out=tmp_path / "out3")
+    assert again.work["computed"] == 0
+    assert again.calibration == longer
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 with transformers 5.23
 def test_an_adapter_is_merged_and_reported(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model

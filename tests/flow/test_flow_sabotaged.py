@@ -80,6 +80,19 @@ def test_outliers_of_1e4_end_in_a_sound_result(tmp_path: Path, method: object, s
     check_sound(run(tmp_path, method, scheme), tmp_path)
 
 
+def test_outlier_channels_show_in_the_report(tmp_path: Path) -> None:
+    """The largest input in units of the root mean square: a few for the model as it is, and more where two channels behind every norm are 1e4 times as large."""
+    plain, wild = tmp_path / "plain", tmp_path / "wild"
+    for folder in (plain, wild):
+        tiny.make(folder / "model", layers=2)
+    with_outliers(wild / "model", 1e4)
+    peaks = [{x.name: x.input_peak or 0.0 for x in run(folder, "gptq", "int4-g32-sym").layers if x.scheme} for folder in (plain, wild)]
+    assert all(2 < p < 30 for p in peaks[0].values()), peaks
+    grown = {name.rpartition(".")[2] for name, p in peaks[1].items() if p > 2 * peaks[0][name]}
+    assert grown == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    assert "largest input / RMS" in (wild / "out" / "report.md").read_text()
+
+
 @pytest.mark.parametrize(("method", "scheme"), METHODS, ids=str)
 def test_three_calibration_tokens_end_in_a_sound_result(tmp_path: Path, method: object, scheme: str) -> None:
     tiny.make(tmp_path / "model", layers=2)

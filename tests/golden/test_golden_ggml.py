@@ -14,7 +14,7 @@ import xllamacpp
 
 import qforge
 from qforge import numerics
-from qforge.layouts.gguf_blocks import GgufBlocks
+from qforge.layouts.gguf_integers import layout_of
 from qforge.methods import Options, find
 from qforge.models.model import open_model
 from qforge.models.names import gguf_names, gguf_permutes, permuted_heads, unpermute_rows
@@ -32,16 +32,28 @@ def dequantized_by_c(kind: str, data: np.ndarray, shape: tuple[int, ...]) -> tor
 
 @pytest.mark.parametrize(
     ("kind", "scheme"),
-    [("Q4_0", "int4-g32-sym"), ("Q4_0", "int4-g64-sym"), ("Q4_0", "int4-channel-sym"), ("Q5_0", "int4-g32-asym"), ("Q8_0", "int8-g32-sym"), ("Q8_0", "int8-channel-sym")],
+    [
+        ("Q4_K", "int4-g256-asym"),
+        ("Q4_K", "int4-channel-asym"),
+        ("Q4_K", "int4-g256-sym"),
+        ("Q4_K", "int3-g512-asym"),
+        ("Q4_0", "int4-g32-sym"),
+        ("Q4_0", "int4-g64-sym"),
+        ("Q4_0", "int4-channel-sym"),
+        ("Q5_0", "int4-g32-asym"),
+        ("Q8_0", "int8-g32-sym"),
+        ("Q8_0", "int8-channel-sym"),
+    ],
 )
 def test_blocks_mean_to_llama_cpp_what_they_mean_to_us(kind: str, scheme: str) -> None:
     rtn = find("rtn")
     assert rtn is not None
-    weight = torch.randn(24, 192, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 1, 24)[:, None]
+    width = 1024 if kind == "Q4_K" else 192
+    weight = torch.randn(24, width, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 1, 24)[:, None]
     weight[5] = 0
     q, _ = rtn.quantize(weight, parse(scheme), None, Options())
-    packed = next(iter(GgufBlocks(kind).pack(q).values()))
-    assert torch.equal(dequantized_by_c(kind, packed.numpy(), (24, 192)), numerics.dequantize(q))
+    packed = next(iter(layout_of(kind).pack(q).values()))
+    assert torch.equal(dequantized_by_c(kind, packed.numpy(), (24, width)), numerics.dequantize(q))
 
 
 @pytest.mark.parametrize("scheme", ["int4-g32-sym", "int4-g32-asym", "int8-channel-sym"])

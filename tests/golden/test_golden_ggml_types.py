@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 import xllamacpp
 from test_golden_ggml import dequantized_by_c
 
@@ -23,6 +25,8 @@ CASES = {
     "wide": {"layers": 17, "hidden": 256, "intermediate": 512, "heads": 4, "kv_heads": 1, "tied": False},
     "narrow": {"layers": 17, "hidden": 96, "intermediate": 256, "heads": 4, "kv_heads": 2, "tied": True},
 }
+K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+STORIES = Path(os.environ.get("QFORGE_STORIES15M", "stories15M"))
 MIXED = json.loads(Path(__file__).with_name("llama_mixes.json").read_text())
 
 
@@ -76,10 +80,31 @@ def test_our_error_is_below_that_of_its_quantizer(kind: str, tails: str) -> None
     if tails == "heavy":
         weight /= (torch.randn(48, 512, 4, generator=g).square().sum(-1) / 4).sqrt()  # Student's t, 4 degrees of freedom
     importance = torch.randn(512, generator=g).exp()
+    ratio = _ratio(kind, weight, importance)
+    print(f"{kind} {tails}: ratio {ratio:.4f}")
+    assert ratio < 0.995
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="QFORGE_STORIES15M names no folder with the stories15M model")
+def test_our_error_is_below_that_of_its_quantizer_on_every_real_tensor() -> None:
+    """stories15M's down projections, 768 wide, weighed by the mean squares of what they read in a story."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
+    projections, squares = [layer.mlp.down_proj for layer in model.model.layers], {}
+    for projection in projections:
+        projection.register_forward_hook(lambda module, given, out: squares.__setitem__(module, given[0].flatten(0, -2).square().mean(0)))
+    story = "Once upon a time, there was a little girl who liked to play in the park with her dog. One day they found a big red ball. " * 4
+    with torch.no_grad():
+        model(transformers.AutoTokenizer.from_pretrained(STORIES)(story, return_tensors="pt")["input_ids"])
+        ratios = {(kind, i): _ratio(kind, module.weight.detach(), squares[module]) for kind in K_TYPES for i, module in enumerate(projections)}
+    print({kind: [round(ratios[kind, i], 3) for i in range(len(projections))] for kind in K_TYPES})
+    assert max(ratios.values()) < 0.995
+
+
+def _ratio(kind: str, weight: torch.Tensor, importance: torch.Tensor) -> float:
+    """Our weighted squared error, as a part of ggml's."""
     both = superblock.quantize(weight, importance, kind), unpack(kind, quantized_by_c(kind, weight, importance))
-    errors = [float(((blocks.values().view(48, 512) - weight).square() * importance).sum()) for blocks in both]
-    print(f"{kind} {tails}: ratio {errors[0] / errors[1]:.4f}")
-    assert errors[0] < 0.995 * errors[1]
+    ours, theirs = (float(((blocks.values().view(weight.shape) - weight).square() * importance).sum()) for blocks in both)
+    return ours / theirs
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qforge import numerics
+from qforge.layouts.ascend import Ascend
 from qforge.layouts.autoawq import AutoAwq
 from qforge.layouts.autogptq import AutoGptq
 from qforge.layouts.base import Layout
@@ -16,7 +17,11 @@ from qforge.layouts.bits import pack_words, unpack_words, words_for
 from qforge.layouts.bitsandbytes import BitsAndBytes
 from qforge.layouts.compressed_tensors import CompressedTensors
 from qforge.layouts.gguf_blocks import GgufBlocks
+from qforge.layouts.gguf_q4_k import GgufQ4K
+from qforge.layouts.mlx import Mlx
 from qforge.layouts.onnx_blocks import MatMulNBits, OnnxDequantize
+from qforge.layouts.openvino_weights import OpenvinoWeights
+from qforge.layouts.trtllm import TrtLlm
 from qforge.qlinear import QuantizedLinear, code_dtype
 from qforge.scheme import Number, Scheme, parse
 
@@ -31,19 +36,26 @@ LAYOUTS: list[Layout] = [
     BitsAndBytes(),
     BitsAndBytes(torch.bfloat16),
     *map(GgufBlocks, ("Q4_0", "Q5_0", "Q8_0")),
+    GgufQ4K(),
     MatMulNBits(),
     OnnxDequantize(),
+    OpenvinoWeights(),
+    Mlx(),
+    Ascend(),
+    TrtLlm(),
+    TrtLlm(torch.bfloat16),
 ]
 integer_schemes = st.builds(
     lambda n, g, s, a: parse(f"{n}-{g}-{s}{a}"),
     st.sampled_from(NUMBERS),
-    st.sampled_from(["tensor", "channel", "g32", "g48", "g64", "block32"]),
+    st.sampled_from(["tensor", "channel", "g32", "g48", "g64", "g256", "block32"]),
     st.sampled_from(["sym", "asym", "offset"]),
     st.sampled_from(["", "+int8-token"]),
 )
-FLOATS = ["fp8-e4m3-channel", "fp8-e4m3-tensor", "fp8-e4m3-block32+fp8-e4m3-g32", "fp8-e4m3-g32", "fp8-e5m2-channel", "fp8-e4m3-tensor+fp8-e4m3-tensor-static", "nf4-g64",
+OTHERS = ["fp8-e4m3-channel", "fp8-e4m3-tensor", "fp8-e4m3-block32+fp8-e4m3-g32", "fp8-e4m3-g32", "fp8-e5m2-channel", "fp8-e4m3-tensor+fp8-e4m3-tensor-static", "nf4-g64",
+          "fp8-e4m3-block128+fp8-e4m3-g128", "fp8-e4m3-channel+fp8-e4m3-token", "int4-g128-sym",
           "nf4-g64@f32", "nf4-g32@u8/g256:f32", "nf4", "nf4-g48@f32", "mxfp4", "nvfp4", "fp4-e2m1-g16@e4m3", "fp4-e2m1-g64@e8m0", "fp4-e2m1-g32@e8m0+fp8-e4m3-token"]  # fmt: skip
-float_schemes = st.sampled_from(FLOATS).map(parse)
+float_schemes = st.sampled_from(OTHERS).map(parse)
 schemes = st.one_of(integer_schemes, float_schemes)
 
 
@@ -73,12 +85,16 @@ def test_unpack_inverts_pack(scheme, out_features, groups, seed, layout):
     q = linear(scheme, out_features, groups, seed)
     if isinstance(layout, AutoGptq) and layout.problem_with(q.out_features, q.in_features, scheme.bits):
         return
-    if isinstance(layout, MatMulNBits) and layout.problem_with(q.out_features, q.in_features):
+    if isinstance(layout, (MatMulNBits, Mlx, GgufQ4K)) and layout.problem_with(q.out_features, q.in_features):
         return
     if isinstance(layout, AutoAwq) and layout.problem_with(q.out_features):
         return
+    if isinstance(layout, Ascend) and layout.problem_with(scheme, q.out_features, q.in_features):
+        return
+    if isinstance(layout, TrtLlm) and layout.problem_with(scheme, q.out_features):
+        return
     packed = layout.pack(q)
-    if isinstance(layout, MatMulNBits | OnnxDequantize):
+    if isinstance(layout, MatMulNBits | OnnxDequantize | Mlx | Ascend | TrtLlm):
         assert {name: (tuple(t.shape), t.dtype) for name, t in packed.items()} == layout.shapes(scheme, q.out_features, q.in_features)
     if isinstance(layout, CompressedTensors | BitsAndBytes):
         assert {name: (tuple(t.shape), t.dtype) for name, t in packed.items()} == layout.infos(scheme, q.out_features, q.in_features)

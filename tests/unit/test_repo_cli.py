@@ -13,10 +13,10 @@ from qforge.cli.main import VERBS, cli
 FLAGS = {
     "quantize": ["--dry-run", "--fresh", "--out", "--recipe", "--set"],
     "export": ["--format", "--out", "--type"],
-    "eval": ["--activations", "--against", "--engine", "--json", "--text", "--window"],
+    "eval": ["--activations", "--against", "--device", "--engine", "--json", "--text", "--window"],
     "compare": ["--gate", "--json", "--out"],
-    "generate": ["--activations", "--json", "--max-tokens", "--prompt", "--prompts", "--seed", "--temperature"],
-    "bench": ["--activations", "--json", "--kv-cache"],
+    "generate": ["--activations", "--device", "--json", "--max-tokens", "--prompt", "--prompts", "--seed", "--temperature"],
+    "bench": ["--activations", "--device", "--json", "--kv-cache", "--tune"],
     "serve": ["--activations", "--host", "--port"],
     "inspect": ["--check", "--json"],
     "recipe": ["init: --out", "validate: --json", "validate: --set"],

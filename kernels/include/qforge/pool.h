@@ -1,5 +1,5 @@
-// Threads that share out numbered tasks: an atomic counter hands them out, idle threads spin for a moment and then sleep.
-// A static split waits for the slowest thread; with a counter, a thread that loses its core to another process delays one task only.
+// Threads that share out numbered tasks. Each begins with a range of its own, so that it reads memory as one stream, and then takes from the ends of the others' ranges:
+// a static split waits for the slowest thread, here a thread that loses its core to another process delays one task only. Idle threads spin for a moment and then sleep.
 #pragma once
 
 #include <atomic>
@@ -23,12 +23,17 @@ class Pool {
     int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
   private:
+    struct alignas(64) Range {
+        std::atomic<uint64_t> tasks{0};  // epoch << 40 | first task << 20 | end
+    };
+
     void work(int thread);
-    bool claim_and_run(uint32_t epoch, int thread);
+    void work_on(uint32_t epoch, int thread);
+    bool claim(uint32_t epoch, Range &range, bool own, int &task);
 
     std::vector<std::thread> workers_;
-    std::atomic<uint64_t> ticket_{0};   // epoch << 40 | next task << 20 | number of tasks
-    std::atomic<uint32_t> epoch_{0};    // what idle threads sleep on
+    std::vector<Range> ranges_;       // one a thread
+    std::atomic<uint32_t> epoch_{0};  // what idle threads sleep on
     std::atomic<int> pending_{0};
     std::atomic<bool> stopping_{false};
     Task task_ = nullptr;

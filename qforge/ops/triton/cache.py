@@ -52,15 +52,24 @@ def empty_cache(pages: int, page: int, heads: int, size: int, dtype: torch.dtype
     return PagedCache(keys, torch.zeros_like(keys), scales, torch.ones_like(scales))
 
 
-def rotate_and_store(qkv: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, heads: int, cache: PagedCache) -> torch.Tensor:
-    """Rotated queries `[T, H, D]`; keys (rotated) and values go into the cache. Arguments as `device.pointwise.rope_and_cache` has them."""
+def rotate_and_store(
+    qkv: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, heads: int, cache: PagedCache,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Rotated queries `[T, H, D]`; keys (rotated) and values go into the cache. Arguments as `device.pointwise.rope_and_cache` has them.
+
+    Args:
+        norms: weights `[D]` of the norms that each head of the queries and of the keys gets first, and their epsilon.
+    """
     from qforge.ops.triton.device.pointwise import rope_and_cache
 
     size = cache.keys.shape[3]
     q = qkv.new_empty((len(qkv), heads, size))
+    q_norm, k_norm, epsilon = norms or (None, None, 0.0)
     rope_and_cache[(len(qkv), heads + 2 * cache.heads)](
-        qkv, cosines, sines, positions, slots, q, cache.keys, cache.values, cache.key_scales, cache.value_scales,
-        HEADS=heads, CACHE_HEADS=cache.heads, D=size, HALF=_power(size // 2), LIMIT=LIMITS.get(cache.keys.dtype, 0.0), INT=cache.keys.dtype == torch.int8, num_warps=1,
+        qkv, q_norm, k_norm, cosines, sines, positions, slots, q, cache.keys, cache.values, cache.key_scales, cache.value_scales, epsilon,
+        NORM=norms is not None, HEADS=heads, CACHE_HEADS=cache.heads, D=size, HALF=_power(size // 2),
+        LIMIT=LIMITS.get(cache.keys.dtype, 0.0), INT=cache.keys.dtype == torch.int8, num_warps=1,
     )  # fmt: skip
     return q
 
@@ -79,8 +88,7 @@ def attention(
 
     queries, heads, size = q.shape
     shared, sequences, of = heads // cache.heads, len(lengths), tiles.device_class(capability(q.device))
-    decode = tiles.ATTENTION_DECODE if cache.key_scales is None else tiles.ATTENTION_DECODE_8BIT
-    tile = tile or (decode if longest * shared <= decode.m else tiles.ATTENTION_PROMPT[of])
+    tile = tile or tiles.attention_tile(of, size, longest * shared, cache.key_scales is not None)
     blocks = -(-longest // (tile.m // shared))
     parts = parts or _parts(blocks * cache.heads * sequences, min(longest_context, window or longest_context), processors(q.device))
     out = torch.empty_like(q)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from qforge.ops.triton import custom_ops
 from qforge.ops.triton.present import capability, interpreted, missing
 from qforge.ops.triton.products import w4_linear, w8_linear
 from qforge.ops.triton.w4_pack import W4, longest_step, pack_w4, unpackable
@@ -36,7 +37,8 @@ class TritonW4:
 
     def run(self, x: torch.Tensor, packed: W4) -> torch.Tensor:
         """`x [T, I] -> [T, O]` in x's dtype; fp32 is multiplied as bf16."""
-        return w4_linear(x.bfloat16() if x.dtype == torch.float32 else x, packed).to(x.dtype)
+        product = custom_ops.w4_linear if torch.compiler.is_compiling() else w4_linear
+        return product(x.bfloat16() if x.dtype == torch.float32 else x, packed).to(x.dtype)
 
 
 class TritonW8:
@@ -70,4 +72,4 @@ class TritonW8:
 
     def run(self, x: torch.Tensor, packed: W8) -> torch.Tensor:
         """`x [T, I] -> [T, O]` in x's dtype."""
-        return w8_linear(x, packed)
+        return custom_ops.w8_linear(x, packed) if torch.compiler.is_compiling() else w8_linear(x, packed)

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from qforge.ops.triton import tiles
+from qforge.ops.triton import tiles, tuned
 from qforge.ops.triton.present import capability, processors
 from qforge.ops.triton.tiles import Tile
+from qforge.ops.triton.tuned import Product
 from qforge.ops.triton.w4_pack import W4, longest_step
 from qforge.ops.triton.w8_pack import W8
 
@@ -24,8 +25,12 @@ def w4_linear(x: torch.Tensor, w: W4, tile: Tile | None = None) -> torch.Tensor:
     """`x [M, K]` fp16 or bf16 -> `[M, N]`, its dtype; with this tile, or the shipped one (`tile.m` 1: the kernel for one row)."""
     x = (x if w.order is None else x[:, w.order]).contiguous()
     of = tiles.device_class(capability(x.device))
-    tile = tile or (tiles.W4_GEMV[of] if len(x) == 1 else tiles.tile_for(tiles.W4_GEMM[of], len(x)))
+    tile = tile or tuned.find(x.device, _product_w4(w), len(x)) or (tiles.W4_GEMV[of] if len(x) == 1 else tiles.tile_for(tiles.W4_GEMM[of], len(x)))
     return _w4_row(x, w, tile) if tile.m == 1 else _w4_rows(x, w, tile)
+
+
+def _product_w4(w: W4) -> Product:
+    return Product("w4", w.out_features, w.in_features, 0 if len(w.scales) == 1 else w.group, zeros=w.zeros is not None)
 
 
 def _w4_row(x: torch.Tensor, w: W4, tile: Tile) -> torch.Tensor:
@@ -111,6 +116,10 @@ def _w8_rows(source: torch.Tensor, input_scales: torch.Tensor | None, w: W8, dty
 
 
 def _w8_tile(x: torch.Tensor, rows: int, w: W8) -> Tile:
+    product = Product("w8-int8" if w.is_int else "w8-fp8", w.out_features, w.in_features, _weight_group(w), w.input_group)
+    found = tuned.find(x.device, product, rows)
+    if found is not None:
+        return found
     tables = tiles.W8_GROUPED if w.input_group or _weight_group(w) else tiles.W8_GEMM
     return tiles.tile_for(tables[tiles.device_class(capability(x.device))], rows)
 

@@ -76,6 +76,10 @@ W8_GROUPED: dict[int, Table] = {
 ATTENTION_DECODE = Tile(16, 64, 0, 4, 3)  # m: queries times the heads that share a cache head; n: tokens of the context a step
 ATTENTION_DECODE_8BIT = Tile(16, 32, 0, 4, 3)
 ATTENTION_PROMPT: dict[int, Tile] = {80: Tile(64, 64, 0, 8, 2), 90: Tile(128, 64, 0, 8, 3), 100: Tile(128, 64, 0, 8, 2)}
+# Heads above 128, Gemma's 256: the tiles above would need more shared memory than a block has, and with 8 bits 32 tokens a step spill registers on capability 90.
+WIDE_DECODE, WIDE_PROMPT = Tile(16, 32, 0, 4, 2), Tile(64, 32, 0, 8, 1)
+WIDE_DECODE_8BIT, WIDE_PROMPT_8BIT = Tile(16, 16, 0, 4, 2), Tile(64, 16, 0, 8, 1)
+_WIDE = 128
 LARGE_SHARED = (90, 100, 103)  # capabilities with 227 KiB of shared memory a block
 
 
@@ -87,6 +91,15 @@ def device_class(capability: int) -> int:
 def tile_for(table: Table, rows: int) -> Tile:
     """The tile for so many rows of activations."""
     return next((tile for most, tile in table if rows <= most), table[-1][1])
+
+
+def attention_tile(of: int, size: int, queries: int, eight_bits: bool) -> Tile:
+    """The tile for heads of this size, of which so many queries share a cache head in one sequence, on a class of devices."""
+    if size > _WIDE:
+        decode, prompt = (WIDE_DECODE_8BIT, WIDE_PROMPT_8BIT) if eight_bits else (WIDE_DECODE, WIDE_PROMPT)
+    else:
+        decode, prompt = ATTENTION_DECODE_8BIT if eight_bits else ATTENTION_DECODE, ATTENTION_PROMPT[of]
+    return decode if queries <= decode.m else prompt
 
 
 def with_step(tile: Tile, step: int) -> Tile:

@@ -18,7 +18,7 @@ from qforge.scheme import Per, ScaleType, Symmetry
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 PADDING = 128  # inputs: the longest step of any shipped configuration
 _SHORTEST_STEP = 16  # inputs of one tensor-core product
-_BIAS = 8  # of symmetric codes
+SYMMETRIC_ZERO = 8  # what symmetric codes are stored plus
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +59,7 @@ def pack_w4(q: QuantizedLinear) -> W4:
     per_group = q.scheme.granularity.per is Per.GROUP
     padded = q.in_features if per_group else -(-q.in_features // PADDING) * PADDING
     order = None if q.group_index is None else torch.argsort(q.group_index.long(), stable=True)
-    codes = q.codes.to(torch.int32) + (_BIAS if q.zeros is None else 0)
+    codes = q.codes.to(torch.int32) + (SYMMETRIC_ZERO if q.zeros is None else 0)
     codes = torch.nn.functional.pad(codes if order is None else codes[:, order], (0, padded - q.in_features))
     dtype = {ScaleType.BF16: torch.bfloat16, ScaleType.F16: torch.float16, ScaleType.F16BF16: torch.float16}.get(q.scheme.scale.type, torch.float32)
     scales = _per_output(q.scales, q.out_features).to(dtype)
@@ -85,7 +85,7 @@ def unpack_words(words: torch.Tensor) -> torch.Tensor:
 def unpack_w4(w: W4, symmetry: Symmetry) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(codes `[O, I]`, scales `[O, G]` fp32, zeros `[O, G]` or None) as `QuantizedLinear` has them; undoes `pack_w4` but for its gathering by group index."""
     codes = unpack_words(w.words)[:, : w.in_features]
-    codes = (codes.to(torch.int8) - _BIAS) if symmetry is Symmetry.SYM else codes
+    codes = (codes.to(torch.int8) - SYMMETRIC_ZERO) if symmetry is Symmetry.SYM else codes
     return codes, w.scales.float().T.contiguous(), None if w.zeros is None else w.zeros.T.contiguous()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 
 from qforge.cli.main import main
 from qforge.runtime import LLM, SamplingParams
@@ -93,3 +94,35 @@ def test_bench_writes_the_keys_of_the_contract(model: Path, capsys: pytest.Captu
     assert all(r["tokens_per_second"] > 0 for r in result["prefill"] + result["decode"])
     assert result["ttft_ms"]["p50"] <= result["ttft_ms"]["p99"]
     assert result["peak_rss_bytes"] > 1 << 26
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.parametrize(
+    ("asked", "code", "message"),
+    [
+        (("generate", "--prompt", "a", "--device", "cuda"), 3, "torch finds no NVIDIA GPU"),
+        (("bench", "--device", "cuda:1"), 3, "torch finds no NVIDIA GPU"),
+        (("generate", "--prompt", "a", "--device", "0xcuda"), 2, "give cpu, cuda or cuda:N"),
+        (("generate", "--prompt", "a", "--device", "3xcpu"), 2, "3 processes cannot share 4 attention heads; this model can be shared by 1, 2"),
+        (("generate", "--prompt", "a", "--device", "2xcuda:0"), 3, "torch finds no NVIDIA GPU"),
+        (("eval", "--engine", "llama.cpp", "--device", "2xcpu"), 2, "tensor_parallel: 2 is for the built-in runtime, and llama.cpp was asked for; use tensor_parallel: 1"),
+        (("eval", "--engine", "onnxruntime", "--activations", "int8"), 2, "activations: int8 is for the built-in runtime, and onnxruntime was asked for; use activations: fp"),
+        (("eval", "--engine", "transformers", "--device", "cuda"), 2, "device: cuda is for the built-in runtime, and this runs on transformers; use device: cpu"),
+    ],
+)
+def test_a_device_that_is_not_here_is_one_clear_line(model: Path, capsys: pytest.CaptureFixture[str], asked: tuple[str, ...], code: int, message: str) -> None:
+    assert _run(asked[0], model, *asked[1:]) == code
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_two_processes_evaluate_as_one(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "t.txt"
+    text.write_text("\n".join(tiny.TEXT), encoding="utf-8")
+    found = []
+    for device in ("1xcpu", "2xcpu"):
+        assert _run("eval", model, "--text", text, "--window", 64, "--device", device, "--json", "-") == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["tokens"] == found[1]["tokens"] > 60
+    assert found[1]["candidate"]["perplexity"] == pytest.approx(found[0]["candidate"]["perplexity"], rel=1e-5)

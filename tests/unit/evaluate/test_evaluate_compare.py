@@ -240,3 +240,19 @@ def test_a_layer_whose_error_grew_is_named(tmp_path: Path) -> None:
 
     found = compare(read(write(tmp_path, "a.json", results(0))), read(write(tmp_path, "b.json", results(1)))).changed
     assert found == {"layers": ["model.layers.1.mlp.up_proj: error of weights 0.1000 -> 0.1200 (+20.0%)"]}
+
+
+def test_what_a_reviewer_reads_is_short(tmp_path: Path) -> None:
+    """Layers that changed alike are one line; sizes stand before the details, with digits that mean something."""
+
+    def results(scheme: str, bits: float, size: int) -> dict[str, Any]:
+        layers = [{"name": f"model.layers.{i}.mlp.up_proj", "scheme": scheme if i else "int8-g64-sym"} for i in range(30)]
+        return {"evaluation": evaluation(), "layers": layers, "artifact": {"size_bytes": size, "bits_per_weight": bits}}
+
+    a, b = write(tmp_path, "a.json", results("int4-g64-sym", 4.127034505, 115_484_431)), write(tmp_path, "b.json", results("int3-g64-sym", 3.25, 99_000))
+    assert run(a, b, "--out", tmp_path / "out") == 0
+    comment = (tmp_path / "out" / "comparison.md").read_text()
+    before, details = comment.split("<details>")
+    assert "- size in bytes: 115,484,431 -\\> 99000\n- bits per weight: 4.12703 -\\> 3.25\n" in before
+    assert "- **layers**: model.layers.1.mlp.up\\_proj and 28 more: int4-g64-sym -\\> int3-g64-sym\n" in details
+    assert details.count("**layers**") == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ class Windows:
     sha256: str = "a" * 64
     protocol: dict[str, Any] = field(default_factory=lambda: {"window": 300})
     bytes: list[int] | None = None
+    scored: list[list[int]] | None = None
 
 
 def problem(lengths: list[int], seed: int = 0, spread: float = 4.0) -> tuple[Stored, Stored, Windows]:
@@ -239,3 +240,24 @@ def test_reads_both_models_chunk_by_chunk() -> None:
     ours, theirs, windows = problem([300, 300])
     evaluate(Slow(ours.logits, "ours"), Slow(theirs.logits, "theirs"), windows)
     assert [k for k, _ in itertools.groupby(order)] == ["ours", "theirs"] * 6
+
+
+def test_only_the_places_that_are_asked_for_count() -> None:
+    """Figures of chosen places are those of a plain computation on them; the worst are found among them; a window may begin or end without any."""
+    ours, theirs, windows = problem([129, 130, 300] * 4)
+    rng = np.random.default_rng(3)
+    scored = [sorted(int(p) for p in rng.choice(np.arange(1, len(w)), 7, replace=False)) for w in windows.ids]
+    scored[2] = [299]
+    whole = dense(ours, theirs, windows)
+    starts = np.cumsum([0, *(len(w) - 1 for w in windows.ids)])
+    rows = np.concatenate([starts[i] + np.asarray(places) - 1 for i, places in enumerate(scored)])
+    found = evaluate(ours, theirs, replace(windows, scored=scored))
+    assert found.tokens == len(rows)
+    assert found.kl_mean == pytest.approx(whole["kl"][rows].mean(), abs=1e-6)
+    assert found.candidate["nll"] == pytest.approx(whole["nll"][rows].mean(), abs=1e-6)
+    assert found.top1_agreement == pytest.approx(whole["agree"][rows].mean())
+    assert [t.kl for t in found.worst_tokens] == pytest.approx(sorted(whole["kl"][rows], reverse=True)[:20], abs=1e-5)
+    assert all(t.position in scored[t.window] for t in found.worst_tokens)
+    assert sum(b.tokens for b in found.kl_by_position) == len(rows)
+    alone = evaluate(ours, None, replace(windows, scored=scored))
+    assert alone.candidate["nll"] == found.candidate["nll"]

@@ -15,7 +15,7 @@ from qforge.errors import UnsupportedError
 from qforge.export.agreement import seeded_prompts
 from qforge.export.gguf import GgufExporter
 from qforge.export.gguf_metadata import metadata_problem, rope_factors
-from qforge.export.verify import verify_gguf_weights
+from qforge.export.verify_gguf import verify_gguf_weights
 from qforge.models.model import open_model
 from qforge.types import RopeSpec
 
@@ -41,6 +41,17 @@ def test_auto_takes_the_smallest_type_that_holds_the_integers(tmp_path, text, ki
     (path,) = exporter.write(model, tmp_path / "out")
     assert path.name == f"model-{kind}.gguf"
     assert verify_gguf_weights(path, model).weights_equal
+
+
+@pytest.mark.parametrize("text", ["int4-g256-asym", "int4-channel-asym"])
+def test_one_zero_point_for_256_inputs_is_a_q4_k_and_comes_back(tmp_path, text):
+    model = quantized(opened(tmp_path, hidden=256, intermediate=512, layers=1), text)
+    (path,) = GgufExporter().write(model, tmp_path / "out")
+    assert path.name == "model-q4_k.gguf"
+    assert verify_gguf_weights(path, model).weights_equal
+    back = open_model(str(path))
+    assert back.schemes == model.schemes
+    assert all(torch.equal(getattr(back.linear(n), part), getattr(model.linear(n), part)) for n in model.schemes for part in ("codes", "scales", "zeros"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -126,7 +137,7 @@ def test_llama3_rotary_factors_are_transformers_own(tmp_path):
     [
         ("int4-g32-asym", "q4_0", "type q5_0 does"),
         ("int8-channel-sym", "q4_0", "type q8_0 does"),
-        ("int8-channel-asym", "auto", "no GGUF type holds"),
+        ("int8-channel-asym", "auto", "a mix that quantizes anew"),
         ("int4-g16-sym", "auto", "multiple of 32"),
         ("fp8-e4m3-channel", "auto", "no GGUF type holds"),
         ("int4-g32-sym@f32", "auto", "no GGUF type holds"),

@@ -11,10 +11,16 @@ import torch
 from quantized_models import quantized, rtn
 
 from qforge.cli.main import main
+from qforge.engines import openvino_runtime
 from qforge.export.gguf import GgufExporter
 from qforge.export.gptq import GptqExporter
 from qforge.export.hf import write_artifact
+from qforge.export.onnx import OnnxExporter
+from qforge.export.openvino import OpenvinoExporter
+from qforge.export.triton_server import TritonExporter
 from qforge.models.model import open_model
+
+OPENVINO = pytest.mark.skipif(openvino_runtime.missing() is not None, reason="openvino is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +32,12 @@ def files(tmp_path_factory):
     model = quantized(source)
     GptqExporter().write(model, folder / "gptq")
     GgufExporter().write(model, folder / "gguf")
+    OnnxExporter().write(model, folder / "onnx")
+    OnnxExporter("qdq").write(model, folder / "qdq")
+    TritonExporter().write(model, folder / "triton")
+    TritonExporter("vllm").write(model, folder / "served")
+    if openvino_runtime.missing() is None:
+        OpenvinoExporter().write(model, folder / "openvino")
     return folder
 
 
@@ -43,6 +55,12 @@ def run(capsys, *args):
         ("run", "qforge artifact", {"int4-g32-sym": 12, "int8-g64-sym": 2}),
         ("gptq", "gptq checkpoint", {"int4-g32-sym@f16": 14}),
         ("gguf/model-q4_0.gguf", "GGUF file", {"Q4_0": 14, "BF16": 1}),
+        ("onnx", "ONNX model", {"MatMulNBits int4 level 1": 14}),
+        ("onnx/model.onnx", "ONNX model", {"MatMulNBits int4 level 1": 14}),
+        ("qdq", "ONNX model", {"DequantizeLinear INT4": 14}),
+        ("triton", "ONNX model", {"MatMulNBits int4 level 1": 14}),
+        ("served", "qforge artifact", {"int4-g32-sym": 14}),
+        pytest.param("openvino", "OpenVINO model", {"i4, groups of 32": 14}, marks=OPENVINO),
     ],
 )
 def test_what_it_says(files, capsys, name, kind, schemes):
@@ -93,6 +111,11 @@ def _flip_header_length(data):
         ("run/model/config.json", lambda d: d.replace(b'"num_bits": 4', b'"num_bits": 77')),
         ("run/model/config.json", lambda d: d.replace(b'"group_size": 32', b'"group_size": 16')),
         ("gptq/config.json", lambda d: d.replace(b'"bits": 4', b'"bits": "four"')),
+        pytest.param("openvino/openvino_model.bin", lambda d: _cut(d, len(d) - 100), marks=OPENVINO),
+        pytest.param("openvino/openvino_model.xml", lambda d: _cut(d, len(d) - 100), marks=OPENVINO),
+        pytest.param("openvino/openvino_model.xml", lambda d: d.replace(b'type="i4"', b'type="i5"', 1), marks=OPENVINO),
+        pytest.param("openvino/openvino_model.xml", lambda d: d.replace(b'type="i4"', b'type="i8"', 1), marks=OPENVINO),
+        pytest.param("openvino/openvino_model.xml", lambda d: d.replace(b'offset="', b'offset="99999999', 1), marks=OPENVINO),
         ("gguf/model-q4_0.gguf", lambda d: _cut(d, len(d) - 100)),
         ("gguf/model-q4_0.gguf", lambda d: _cut(d, 30)),
         ("gguf/model-q4_0.gguf", lambda d: b"GGML" + d[4:]),

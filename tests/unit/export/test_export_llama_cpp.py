@@ -16,7 +16,8 @@ from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import ModelError
 from qforge.export.agreement import next_token_logprobs
 from qforge.export.gguf import GgufExporter
-from qforge.export.verify import verify, verify_in_llama_cpp
+from qforge.export.verify import verify
+from qforge.export.verify_gguf import verify_in_llama_cpp
 from qforge.models.model import open_model
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -46,9 +47,10 @@ def test_the_f32_twin_agrees(tmp_path, case):
     model = quantized(open_model(str(tiny.make(tmp_path / "source", family, **{"layers": 2, **options}))))
     (path,) = GgufExporter("f32").write(model, tmp_path / "out")
     given = prompts(model.config.vocab_size, (3, 20, 60) if case == "mistral" else (3, 60, 150))
-    theirs, version = llama_cpp.next_token_logprobs(path, given, model.config.vocab_size)
+    engine = llama_cpp.LlamaCppEngine(path)
+    theirs = next_token_logprobs(engine, given)
     ours = next_token_logprobs(TransformersEngine(model), given)
-    assert "xllamacpp" in version
+    assert "xllamacpp" in engine.version
     assert (theirs - ours).abs().max() < (5e-3 if family == "gemma3_text" else 1e-4)  # ggml's GELU is a table in fp16
 
 
@@ -117,7 +119,7 @@ def test_a_whole_text_runs_in_llama_cpp_as_on_our_runtime(tmp_path):
     figures = {}
     for kind in ("f32", "auto"):
         (path,) = GgufExporter(kind).write(model, tmp_path / kind)
-        theirs, _ = llama_cpp.next_token_logprobs(path, given, model.config.vocab_size)
+        theirs = next_token_logprobs(llama_cpp.LlamaCppEngine(path), given)
         figures[kind] = float((ours.double().exp() * (ours - theirs).double()).sum(-1).mean()), float((ours.argmax(-1) == theirs.argmax(-1)).double().mean())
     print(figures)
     assert abs(figures["f32"][0]) < 1e-6

@@ -18,8 +18,8 @@ from qforge import LLM, SamplingParams
 from qforge.errors import ModelError, UnsupportedError
 from qforge.export import exporter
 from qforge.export.inspection import inspect, summary
-from qforge.export.verify import verify_gguf_weights
 from qforge.export.verify_checkpoint import verify_words
+from qforge.export.verify_gguf import verify_gguf_weights
 from qforge.layouts import gguf_schemes
 from qforge.models.model import open_model
 from qforge.scheme import parse
@@ -73,6 +73,65 @@ def test_gptqmodel_through_other_checkpoints_and_back(tmp_path, name, via):
     assert all(back.linear(n).codes.equal(source.linear(n).codes) for n in source.schemes)
     exporter("gptq").write(back, tmp_path / "again")
     same(written(tmp_path / "again"), written(tmp_path / "made"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "options"),
+    [
+        ("mlx", "int4-g64-asym", {"overrides": {"down_proj": "int8-g128-sym"}}), ("mlx", "int3-g32-sym", {"head": True}),
+        ("trtllm", "int4-g64-sym", {}), ("trtllm", "int8-channel-sym", {}), ("trtllm", "fp8-e4m3-channel+fp8-e4m3-token", {}), ("trtllm", "fp8-e4m3-block128+fp8-e4m3-g128", {}),
+        ("ascend", "int4-g32-sym", {"overrides": {"down_proj": "int8-channel-sym+int8-token"}}), ("ascend", "int4-channel-sym", {}), ("ascend", "int8-g64-sym", {}),
+    ],
+)  # fmt: skip
+def test_checkpoints_for_other_engines_come_back_as_they_were(tmp_path, name, text, options):
+    """qwen2: its linears have biases."""
+    model = quantized(open_model(str(tiny.make(tmp_path / "source", "qwen2", layers=2, hidden=128, intermediate=128, dtype=torch.bfloat16))), text, **options)
+    exporter(name).write(model, tmp_path / "out")
+    back = open_model(str(tmp_path / "out"))
+    assert back.schemes == model.schemes
+    assert all(back.linear(n).equals(model.linear(n)) for n in model.schemes)
+    found = inspect(tmp_path / "out", check=True)
+    assert found["kind"] == f"{name} checkpoint"
+    assert found["schemes"] == {str(s): list(model.schemes.values()).count(s) for s in set(model.schemes.values())}
+
+
+def test_an_mlx_checkpoint_with_biases_of_its_own(tmp_path):
+    """As mlx-lm makes them: minima that are no multiples of the scales, both in bf16, told of under two names."""
+    folder = tiny.make(tmp_path / "made", layers=1, hidden=64, intermediate=64, heads=2, kv_heads=1)
+    tensors, expected, generator = load_file(folder / "model.safetensors"), {}, torch.Generator().manual_seed(0)
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        codes = torch.randint(0, 16, tensors[name].shape, generator=generator)
+        scales, biases = (torch.randn(len(codes), 1, generator=generator).to(torch.bfloat16) for _ in range(2))
+        words = (codes.view(len(codes), -1, 8) << torch.arange(0, 32, 4)).sum(-1)
+        tensors[name], tensors[f"{name[:-6]}scales"], tensors[f"{name[:-6]}biases"] = words.to(torch.uint32), scales, biases
+        expected[name] = codes * scales.float() + biases.float()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    told = {"group_size": 64, "bits": 4, "mode": "affine"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization": told, "quantization_config": told}))
+    model = open_model(str(folder))
+    assert {str(s) for s in model.schemes.values()} == {"int4-g64-offset"}
+    assert all(torch.equal(model.weights.read(name), weight) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "file", "change", "says"),
+    [
+        ("mlx", "int4-g64-sym", "config.json", ('"bits": 4', '"bits": 5.5'), "an MLX linear of 5.5 bits"),
+        ("mlx", "int4-g64-sym", "config.json", ('"bits": 4', '"bits": 8'), "q_proj"),
+        ("trtllm", "int4-g64-sym", "hf_quant_config.json", ("W4A16_AWQ", "W4A8_AWQ"), "tells of 'W4A8_AWQ'"),
+        ("trtllm", "int4-g64-sym", "hf_quant_config.json", ('"quantization"', '"other"'), "is no object"),
+        ("ascend", "int4-g32-sym", "quant_model_description.json", ('"W4A16"', '"W4A8_DYNAMIC"'), "says 'W4A8_DYNAMIC'"),
+        ("ascend", "int4-g32-sym", "quant_model_description.json", ('"group_size": 32', '"group_size": 64'), "weight_scale"),
+    ],
+)  # fmt: skip
+def test_what_such_a_checkpoint_cannot_mean_is_one_message(tmp_path, name, text, file, change, says):
+    model = quantized(open_model(str(tiny.make(tmp_path / "source", layers=1, hidden=128, intermediate=128, dtype=torch.bfloat16))), text)
+    exporter(name).write(model, tmp_path / "out")
+    before = (tmp_path / "out" / file).read_text()
+    (tmp_path / "out" / file).write_text(before.replace(*change))
+    with pytest.raises(ModelError, match=says):
+        inspect(tmp_path / "out", check=True)
 
 
 def test_activation_order_stays_in_gptq_and_is_refused_elsewhere(tmp_path):

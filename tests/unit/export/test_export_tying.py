@@ -16,7 +16,7 @@ from qforge.export.gguf import GgufExporter
 from qforge.export.gptq import GptqExporter
 from qforge.export.hf import write_artifact
 from qforge.export.inspection import inspect
-from qforge.export.verify import verify_gguf_weights
+from qforge.export.verify_gguf import verify_gguf_weights
 from qforge.models.model import open_model
 from qforge.scheme import parse
 

@@ -8,6 +8,8 @@ import random
 import struct
 from typing import Any
 
+import onnx
+
 NUMBERS = (0, 1, -1, 2, 7, 255, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 10**30)
 VALUES: tuple[Any, ...] = (None, True, "", "gptq", [], [[]], {}, {"": None}, 0.5, -1, 0, 1, 2**31, 2**63, 10**30, "Infinity", "../../etc", "\u0000", [1, 2, 3], [-1, 4])
 
@@ -68,6 +70,24 @@ def header_changed(content: bytes, rng: random.Random) -> bytes:
     end = header_end(content)
     header = json_changed(content[8:end], rng)
     return len(header).to_bytes(8, "little") + header + content[end:]
+
+
+def external_changed(content: bytes, rng: random.Random) -> bytes:
+    """An ONNX model that says something else of where a weight's data lie, or of its shape or type."""
+    model = onnx.ModelProto.FromString(content)
+    outside = [t for t in model.graph.initializer if t.external_data]
+    for _ in range(rng.choice((1, 1, 2))):
+        tensor = rng.choice(outside)
+        match rng.randrange(4):
+            case 0:
+                rng.choice(tensor.external_data).value = rng.choice(("", "/etc/passwd", "../model.onnx", "model.onnx", "nothing", ".", "-1", "1e9", *map(str, NUMBERS)))
+            case 1:
+                tensor.external_data.pop(rng.randrange(len(tensor.external_data)))
+            case 2:
+                tensor.dims[rng.randrange(len(tensor.dims))] = rng.choice([n for n in NUMBERS if -(2**63) <= n < 2**63])
+            case 3:
+                tensor.data_type = rng.randrange(-1, 40)
+    return model.SerializeToString()
 
 
 def _places(tree: Any) -> Any:

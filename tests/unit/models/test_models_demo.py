@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from qforge import files
 from qforge.errors import MissingCapabilityError, ModelError
-from qforge.models import cache, demo
+from qforge.models import demo
 from qforge.models.cache import cached_folder
 
 
@@ -71,13 +72,13 @@ def test_a_damaged_cache_says_what_to_remove(folder: Path) -> None:
 
 
 def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cache.cache_folder() == tmp_path / "cache"
+    assert files.cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("QFORGE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache.cache_folder() == tmp_path / "xdg" / "qforge"
+    assert files.cache_folder() == tmp_path / "xdg" / "qforge"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache.cache_folder() == tmp_path / ".cache" / "qforge"
+    assert files.cache_folder() == tmp_path / ".cache" / "qforge"
 
 
 def test_the_first_of_two_builders_wins(folder: Path) -> None:

@@ -6,6 +6,7 @@ Seeds are fixed: the fast ring runs the first few hundred of the kinds below, th
 from __future__ import annotations
 
 import random
+import re
 import resource
 import shutil
 import time
@@ -15,43 +16,58 @@ from pathlib import Path
 
 import pytest
 import tiny
-from mutations import bytes_changed, header_changed, header_end, json_changed
+import torch
+from mutations import bytes_changed, external_changed, header_changed, header_end, json_changed
 
 from qforge import numerics
+from qforge.engines import openvino_runtime
 from qforge.errors import QforgeError
 from qforge.export import exporter
 from qforge.export.gguf import GgufExporter
 from qforge.export.hf import write_artifact
 from qforge.export.inspection import inspect
+from qforge.export.onnx import OnnxExporter
 from qforge.models.gguf_header import read_gguf_header
-from qforge.models.model import open_model
+from qforge.models.model import Model, open_model
 from qforge.models.shards import read_header
+from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
 
 SLOWEST_S = 5.0
 MOST_BYTES = 512 << 20  # above what the test itself has: tiny files, and a config may ask for anything
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers")  # what its configs say of odd values
-KINDS = ("compressed-tensors", "gptq", "awq", "plain")
+KINDS = ("compressed-tensors", "gptq", "awq", "plain", "mlx", "trtllm", "ascend")
+TOLD = ("config.json", "hf_quant_config.json", "quant_model_description.json")
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model as each kind of checkpoint, and as GGUF."""
     root = tmp_path_factory.mktemp("fuzz")
-    source = open_model(str(tiny.make(root / "plain", layers=1, hidden=32, intermediate=64, heads=2, kv_heads=1)))
-    schemes = {n.removesuffix(".weight"): parse("int4-g32-asym") for n in source.weights.names() if n.endswith("_proj.weight")}
+    source = open_model(str(tiny.make(root / "plain", layers=1, hidden=32, intermediate=64, heads=2, kv_heads=1, dtype=torch.bfloat16)))
+    artifact = made(source, "int4-g32-asym", root / "compressed-tensors")
+    for name in ("gptq", "awq", "mlx", *(("openvino",) if openvino_runtime.missing() is None else ())):
+        exporter(name).write(artifact, root / name)
+    symmetric = made(source, "int8-channel-sym", root / "symmetric")
+    for name in ("trtllm", "ascend"):
+        exporter(name).write(symmetric, root / name)
+    (path,) = GgufExporter().write(artifact, root)
+    path.rename(root / "model.gguf")
+    for kind in ("matmulnbits", "qdq"):
+        OnnxExporter(kind).write(artifact, root / f"onnx-{kind}")
+    return root
 
-    def rounded(name: str) -> object:
+
+def made(source: Model, text: str, folder: Path) -> Model:
+    """The model's artifact, all linears of blocks rounded to nearest."""
+    schemes = {n.removesuffix(".weight"): parse(text) for n in source.weights.names() if n.endswith("_proj.weight")}
+
+    def rounded(name: str) -> QuantizedLinear:
         weight = source.weights.read(f"{name}.weight").float()
         return numerics.quantize(weight, schemes[name], *numerics.minmax_parameters(weight, schemes[name]))
 
-    write_artifact(root / "compressed-tensors", source, schemes, rounded, {})
-    artifact = open_model(str(root / "compressed-tensors"))
-    for name in ("gptq", "awq"):
-        exporter(name).write(artifact, root / name)
-    (path,) = GgufExporter().write(artifact, root)
-    path.rename(root / "model.gguf")
-    return root
+    write_artifact(folder, source, schemes, rounded, {})
+    return open_model(str(folder))
 
 
 def attempt(action: Callable[[], object], seed: int) -> bool:
@@ -103,7 +119,7 @@ def gguf_headers(files: Path, tmp_path: Path, seeds: range) -> int:
 
 
 def checkpoints(files: Path, tmp_path: Path, seeds: range) -> int:
-    """Folders whose config.json or weights are damaged, read whole by `inspect --check`."""
+    """Folders whose config.json, description of the quantization or weights are damaged, read whole by `inspect --check`."""
     read = 0
     for seed in seeds:
         rng = random.Random(seed)
@@ -111,7 +127,8 @@ def checkpoints(files: Path, tmp_path: Path, seeds: range) -> int:
         folder = tmp_path / f"c-{kind}"
         if not folder.exists():
             shutil.copytree(files / kind, folder)
-        name = rng.choice(("config.json", "config.json", "model.safetensors"))
+        weights = next(p.name for p in folder.glob("*.safetensors"))
+        name = rng.choice((rng.choice([n for n in TOLD if (folder / n).exists()]), "config.json", weights))
         whole = (files / kind / name).read_bytes()
         changed = json_changed(whole, rng) if name.endswith("json") else header_changed(whole, rng) if seed % 3 else bytes_changed(whole, rng, len(whole))
         (folder / name).write_bytes(changed)
@@ -131,7 +148,36 @@ def gguf_files(files: Path, tmp_path: Path, seeds: range) -> int:
     return read
 
 
-@pytest.mark.parametrize(("damage", "count"), [(safetensors_headers, 1500), (gguf_headers, 1500), (checkpoints, 120), (gguf_files, 200)])
+def onnx_files(files: Path, tmp_path: Path, seeds: range) -> int:
+    """ONNX files damaged as bytes or in what they say of their data, beside data that may be cut."""
+    read = 0
+    for seed in seeds:
+        rng, kind = random.Random(seed), ("matmulnbits", "qdq")[seed % 2]
+        whole, data = ((files / f"onnx-{kind}" / name).read_bytes() for name in ("model.onnx", "model.onnx.data"))
+        (tmp_path / "model.onnx").write_bytes(bytes_changed(whole, rng, len(whole)) if seed % 3 else external_changed(whole, rng))
+        (tmp_path / "model.onnx.data").write_bytes(data[: rng.randrange(len(data))] if rng.random() < 0.1 else data)
+        read += attempt(lambda: inspect(tmp_path / "model.onnx"), seed)
+    return read
+
+
+def openvino_files(files: Path, tmp_path: Path, seeds: range) -> int:
+    """OpenVINO's graphs, damaged as bytes or in what they say of their constants, beside data that may be cut."""
+    if not (files / "openvino").exists():
+        pytest.skip("openvino is not installed")
+    whole, data = ((files / "openvino" / f"openvino_model.{suffix}").read_bytes() for suffix in ("xml", "bin"))
+    numbers = [m.span(1) for m in re.finditer(rb'(?:offset|size|shape)="([-0-9, ]*)"', whole)]
+    path, read = tmp_path / "openvino_model.xml", 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        start, end = rng.choice(numbers)
+        told = whole[:start] + str(rng.choice((-1, 0, 7, 1 << 31, 1 << 63, 10**400, "", "x", "1, -1", "9, " * 5000))).encode() + whole[end:]
+        path.write_bytes(told if seed % 2 else bytes_changed(whole, rng, len(whole)))
+        path.with_suffix(".bin").write_bytes(data[: rng.randrange(len(data))] if rng.random() < 0.1 else data)
+        read += attempt(lambda: inspect(path), seed)
+    return read
+
+
+@pytest.mark.parametrize(("damage", "count"), [(safetensors_headers, 1500), (gguf_headers, 1500), (checkpoints, 210), (gguf_files, 200), (onnx_files, 400), (openvino_files, 200)])
 def test_damaged_files_end_in_one_clear_error(files, tmp_path, little_memory, damage, count):
     read = damage(files, tmp_path, range(count))
     assert 0 < read < count
@@ -139,6 +185,8 @@ def test_damaged_files_end_in_one_clear_error(files, tmp_path, little_memory, da
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("damage", "count"), [(safetensors_headers, 48_000), (gguf_headers, 48_000), (checkpoints, 2_000), (gguf_files, 2_000)])
+@pytest.mark.parametrize(
+    ("damage", "count"), [(safetensors_headers, 41_000), (gguf_headers, 41_000), (checkpoints, 3_500), (gguf_files, 2_000), (onnx_files, 10_000), (openvino_files, 2_500)]
+)
 def test_a_hundred_thousand_damaged_files(files, tmp_path, little_memory, damage, count):
     assert damage(files, tmp_path, range(10_000_000, 10_000_000 + count)) < count

@@ -17,6 +17,7 @@ from qforge.types import (
     ExportResult,
     Flips,
     GateResult,
+    Greedy,
     Guess,
     Histogram,
     LayerResult,
@@ -62,6 +63,7 @@ def _evaluation(rng: random.Random) -> Evaluation:
         top5_agreement_ci95=(0.8101, 0.8145),
         delta_p=DeltaP(-0.0123, 0.0987, {"min": -0.91, "1": -0.3, "50": -0.001, "99": 0.2, "max": 0.8}, (-0.0131, -0.0115), (0.0961, 0.1012)),
         flips=Flips(0.4512, 0.4321, 0.0403, 0.0212, (0.0391, 0.0415), (0.0203, 0.0221)),
+        greedy=Greedy(48, "document", [48, 3, 17, 48, 0, 31, 9, 22], 22.25, (11.1234, 33.4567), 0.25),
         kl_by_position=[PositionBin(1 << k, min(2 << k, 256), 350 * (min(2 << k, 256) - (1 << k)), 0.2 - 0.01 * k, 0.004) for k in range(8)],
         kl_histogram=Histogram([1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0], [250, 9000, 40000, 35000, 5000]),
         worst_tokens=[

@@ -84,6 +84,11 @@ def test_a_page_in_a_browser(pages: dict[str, Path], chromium: browser.Browser, 
     assert chromium.evaluate("[...document.querySelectorAll('.scroll, figure')].every(e => e.getBoundingClientRect().right <= innerWidth)")
     assert chromium.evaluate(CONTRAST) >= 4.5  # WCAG AA
     assert chromium.evaluate("document.querySelector('.verdict strong').getBoundingClientRect().top") < 200
+    assert chromium.evaluate("[...document.querySelectorAll('td.FAILED')].every(e => e.getBoundingClientRect().left < innerWidth - 60)"), "a verdict is out of sight"
+    if width == 1280 and name != "report":
+        assert chromium.evaluate("[...document.querySelectorAll('.scroll')].every(e => e.scrollWidth <= e.clientWidth)"), "a table is cut"
+    sizes = "[...document.querySelectorAll('svg text')].map(e => { const m = e.getScreenCTM(); return parseFloat(getComputedStyle(e).fontSize) * Math.hypot(m.a, m.b); })"
+    assert min(chromium.evaluate(sizes)) >= 10
     curves = chromium.evaluate("[...document.querySelectorAll('svg')].map(e => e.getBoundingClientRect().height)")
     assert curves
     assert min(curves) > 80

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
+import qforge
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.evaluate.divergence import evaluate
 from qforge.models.model import Model, open_model
@@ -103,3 +105,32 @@ def test_windows_are_spread() -> None:
     assert [w[0] for w in spread(ids, 25)] == [0, 3, 6]
     assert spread(ids, 10**6) == ids
     assert spread(ids, 1) == ids[:1]
+
+
+def test_a_damaged_group_of_inputs_is_singled_out(tmp_path: Path) -> None:
+    """An artifact of groups of 16 inputs, in whose worst linear the scales of one of four groups are off."""
+    tiny.make(tmp_path / "model")
+    recipe = {"version": 1, "model": {"source": "model"}, "quantize": {"method": "rtn", "scheme": "int8-g16-sym"}, "evaluate": None, "run": {"threads": 1}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    qforge.quantize(tmp_path / "recipe.yaml", out=tmp_path / "out")
+    file = next((tmp_path / "out" / "model").glob("*.safetensors"))
+    tensors = load_file(file)
+    scales = tensors["model.layers.1.mlp.up_proj.weight_scale"]
+    scales[:, 2] *= 1.3
+    save_file(tensors, file, metadata={"format": "pt"})
+    original, broken = open_model(str(tmp_path / "model")), open_model(str(tmp_path / "out" / "model"))
+    found = blame(original, broken, windows(original), tokens=300)
+    assert scales.shape[1] == 4
+    assert found.groups[0].name == "model.layers.1.mlp.up_proj, inputs 32 to 47"
+    assert found.groups[0].returned > 0.9
+    assert all(abs(g.returned) < 0.1 for g in found.groups[1:])
+    assert "in model.layers.1.mlp.up_proj, the inputs 32 to 47 (" in found.words
+    assert {g.part_of for g in found.groups} == {"model.layers.1.mlp.up_proj"}
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = broken.weights.read("model.layers.1.mlp.up_proj.weight").clone()
+    tensors["model.layers.1.mlp.up_proj.weight"][:, 32:48] = original.weights.read("model.layers.1.mlp.up_proj.weight")[:, 32:48]
+    tensors |= {n: broken.weights.read(n) for n in tensors if "proj" in n and "layers.1.mlp.up_proj" not in n}
+    save_file(tensors, tiny.make(tmp_path / "mixed") / "model.safetensors", metadata={"format": "pt"})
+    text = evaluation_windows(from_texts("t", [" ".join(tiny.TEXT) * 4]), original.tokenizer(), 48)
+    chosen = replace(text, ids=spread(text.ids, 300), documents=[0] * len(spread(text.ids, 300)), bytes=None)
+    assert found.groups[0].kl_mean == pytest.approx(evaluate(TransformersEngine(open_model(str(tmp_path / "mixed"))), TransformersEngine(original), chosen).kl_mean, rel=1e-3)

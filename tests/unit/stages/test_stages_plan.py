@@ -57,7 +57,7 @@ def test_a_plan_writes_nothing_and_predicts_the_size(tmp_path: Path) -> None:
         ({"quantize": {**QUANTIZE, "ignore": ["*.nothing"]}}, RecipeError, r"'\*.nothing' matches no linear layer.*model.layers.0"),
         ({"quantize": {**QUANTIZE, "overrides": [{"match": "down_proj", "scheme": "int8-g32-sym"}]}}, RecipeError, "'down_proj' matches no linear layer"),
         ({"quantize": {**QUANTIZE, "ignore": ["*"]}}, RecipeError, "every linear layer is ignored"),
-        ({"export": [{"format": "mlx"}]}, UnsupportedError, "export mlx is not available yet"),
+        ({"export": [{"format": "bitsandbytes"}]}, UnsupportedError, "bitsandbytes checkpoint does not hold int4-g32-sym"),
         ({"export": [{"format": "gguf", "type": "q4_0"}], "quantize": {"method": "rtn", "scheme": "int8-g32-sym"}}, UnsupportedError, "(?i)q4_0"),
         ({"run": {"device": "cuda"}}, MissingCapabilityError, "no usable CUDA device"),
         ({"run": {"workers": 2}}, UnsupportedError, "workers"),
@@ -86,9 +86,9 @@ def test_errors_of_rounded_activations_are_not_corrected_unless_asked(tmp_path: 
 
 
 def test_an_optional_export_that_cannot_be_made_is_listed(tmp_path: Path) -> None:
-    results = pipeline.quantize(recipe(tmp_path, export=[{"format": "mlx", "optional": True}, {"format": "gptq"}]), out=tmp_path / "out")
+    results = pipeline.quantize(recipe(tmp_path, export=[{"format": "bitsandbytes", "optional": True}, {"format": "gptq"}]), out=tmp_path / "out")
     assert results.exports[0].path is None
-    assert "not available yet" in (results.exports[0].skipped_because or "")
+    assert "does not hold int4-g32-sym" in (results.exports[0].skipped_because or "")
     assert results.exports[1].lossless is True
 
 

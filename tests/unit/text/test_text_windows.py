@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +14,8 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from qforge.errors import DataError
-from qforge.text.calibration import calibration_set, generated
-from qforge.text.documents import from_texts
+from qforge.text.calibration import calibration_set, generated, with_generated
+from qforge.text.documents import documents, from_texts
 from qforge.text.overlap import overlap
 from qforge.text.windows import evaluation_windows
 
@@ -177,6 +180,19 @@ def test_generated_text_continues_seeded_openings(plain: Any) -> None:
     assert all(1 <= len(p) <= 6 for p in asked[0][0])
 
 
+def test_sequences_that_the_model_writes_begin_like_the_samples(plain: Any) -> None:
+    def write(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        return [[7 + i] * num_tokens for i in range(len(prompts))]
+
+    text = calibration_set(from_texts("t", [TEXT] * 30), plain, samples=2, sequence_length=16, seed=0)
+    longer = with_generated(text, write, more=3)
+    assert torch.equal(longer.ids[:2], text.ids)
+    assert torch.equal(longer.ids[2:, :6], text.ids[[0, 1, 0], :6])
+    assert (longer.ids[2:, 6:] == torch.tensor([[7], [8], [9]])).all()
+    assert (longer.tokens, longer.kept) == (5 * 16, text.kept)
+    assert longer.sha256 not in (text.sha256, with_generated(text, write, more=2).sha256)
+
+
 def test_overlap_of_the_same_text_is_refused() -> None:
     a, b = from_texts("a", [TEXT]), from_texts("b", [TEXT])
     assert overlap(a, b).identical
@@ -204,3 +220,59 @@ def test_overlap_of_records_too_short_for_13_words() -> None:
     assert found.shared_documents == 1
     assert found.refusal() is None
     assert "1 of 10 documents" in str(found.warning())
+
+
+CHAT = [
+    {
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "The mill grinds."},
+            {"role": "user", "content": "why?"},
+            {"role": "assistant", "content": "Wheat, é!"},
+        ]
+    },
+    {"messages": [{"role": "user", "content": "nobody answers"}]},
+    {"prompt": "2 + 2 = ", "completion": "4, the model is a function"},
+    {"text": "Plain text counts as a whole."},
+]
+
+
+@pytest.mark.parametrize("with_a_bos", [False, True])
+def test_of_conversations_the_assistants_turns_are_scored(tmp_path: Path, plain: Any, with_bos: Any, with_a_bos: bool) -> None:
+    """What is scored reads back as exactly what the assistant says, its end mark included, however the windows fall; figures weigh those tokens only."""
+    tokenizer = with_bos if with_a_bos else plain
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(r) + "\n" for r in CHAT))
+    read = documents("chat.jsonl", role="evaluation", folder=tmp_path, tokenizer=tokenizer)
+    for window in (8, 13, 256):
+        made = evaluation_windows(read, tokenizer, window)
+        assert made.scored is not None
+        assert made.bytes is not None
+        assert made.protocol["scored"] == "the assistant's turns"
+        told = {d: "".join(str(tokenizer.decode([made.ids[w][p] for p in made.scored[w]])) for w in range(len(made.ids)) if made.documents[w] == d) for d in set(made.documents)}
+        if window == 256:
+            assert told[0] == "The mill grinds.<|im_end|>Wheat, é!<|im_end|>"
+            assert told[2] == "4, the model is a function"
+            assert 1 not in told
+            assert told[3] == "Plain text counts as a whole."[0 if with_a_bos else len(tokenizer.decode(ids(tokenizer, "Plain text counts as a whole.")[:1])) :]
+            assert sum(made.bytes) == sum(len(t.encode()) for t in told.values())
+        assert made.tokens == sum(map(len, made.scored))
+        assert all(p >= 1 for places in made.scored for p in places)
+    assert documents("chat.jsonl", role="calibration", folder=tmp_path, tokenizer=tokenizer).answers == ()
+
+
+def test_a_template_that_rewrites_turns_is_scored_whole(tmp_path: Path, plain: Any) -> None:
+    other = copy.deepcopy(plain)
+    other.chat_template = "{{ messages | length }}{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    (tmp_path / "chat.jsonl").write_text(json.dumps(CHAT[0]) + "\n")
+    read = documents("chat.jsonl", role="evaluation", folder=tmp_path, tokenizer=other)
+    assert evaluation_windows(read, other, 256).scored is None
+
+
+def test_where_nobody_answers_nothing_is_scored(tmp_path: Path, plain: Any) -> None:
+    (tmp_path / "chat.jsonl").write_text(json.dumps(CHAT[1]) + "\n")
+    with pytest.raises(DataError, match="no conversation has an answer"):
+        evaluation_windows(documents("chat.jsonl", role="evaluation", folder=tmp_path, tokenizer=plain), plain, 64)
+
+
+def test_the_built_in_conversations_are_text_like_other_text(plain: Any) -> None:
+    assert documents("builtin", role="evaluation", folder=Path(), tokenizer=plain).answers == ()

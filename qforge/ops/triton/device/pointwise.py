@@ -46,13 +46,13 @@ def silu_mul(gate_up, y, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def rope_and_cache(
-    qkv, cosines, sines, positions, slots, q, keys, values, key_scales, value_scales,
-    HEADS: tl.constexpr, CACHE_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, LIMIT: tl.constexpr, INT: tl.constexpr,
+    qkv, q_norm, k_norm, cosines, sines, positions, slots, q, keys, values, key_scales, value_scales, epsilon,
+    NORM: tl.constexpr, HEADS: tl.constexpr, CACHE_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, LIMIT: tl.constexpr, INT: tl.constexpr,
 ):  # fmt: skip
     """Rotate queries and keys by their positions, write queries to q `[T, H, D]` and keys and values to their slots of the cache `[B, PAGE, C, D]`.
 
     qkv `[T, (H + 2 C) x D]`, cosines and sines `[positions, D / 2]` fp32 (the two halves of a head form the pairs), positions `[T]` int32,
-    slots `[T]` int64: page x PAGE + place, or -1 for none.
+    slots `[T]` int64: page x PAGE + place, or -1 for none. NORM: each head is first divided by its root mean square and multiplied with q_norm or k_norm `[D]`.
     LIMIT > 0: the cache holds 8-bit codes with scales `[B, PAGE, C]` fp32, one a head and token. HALF: the power of two from D / 2 on. Grid: (T, H + 2 C).
     """
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -62,6 +62,14 @@ def rope_and_cache(
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + D // 2, mask=inside, other=0.0).to(tl.float32)
     if head < HEADS + CACHE_HEADS:
+        if NORM:
+            factor = 1.0 / tl.sqrt((tl.sum(low * low, axis=0) + tl.sum(high * high, axis=0)) / D + epsilon)
+            if head < HEADS:
+                first_weight, second_weight = tl.load(q_norm + i, mask=inside, other=0.0), tl.load(q_norm + i + D // 2, mask=inside, other=0.0)
+            else:
+                first_weight, second_weight = tl.load(k_norm + i, mask=inside, other=0.0), tl.load(k_norm + i + D // 2, mask=inside, other=0.0)
+            low *= factor * first_weight.to(tl.float32)
+            high *= factor * second_weight.to(tl.float32)
         at = tl.load(positions + t).to(tl.int64) * (D // 2) + i
         cosine, sine = tl.load(cosines + at, mask=inside, other=0.0), tl.load(sines + at, mask=inside, other=0.0)
         low, high = low * cosine - high * sine, high * cosine + low * sine

@@ -28,6 +28,13 @@ REGISTERS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r")
 
 
 @triton.jit
+def in_order(a, b, c, d, e, f, g, h):
+    """Eight values of each word `[N, W]` -> `[N, W, 8]`."""
+    even, odd = tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h))
+    return tl.join(even, odd).reshape(a.shape[0], a.shape[1], 8)
+
+
+@triton.jit
 def unpack(words, zeros, DTYPE: tl.constexpr):
     """Words `[N, W]` int32 and their zero points `[N, W]` (or broadcastable) int32 -> codes less zero points `[N, W, 8]` in DTYPE.
 
@@ -40,8 +47,7 @@ def unpack(words, zeros, DTYPE: tl.constexpr):
         else:
             bias = (zeros | 0xC300) * 0x10001
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(BF16, REGISTERS, [words, bias], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
-        even, odd = tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h))
-        codes = tl.join(even, odd).reshape(words.shape[0], words.shape[1], 8)
+        codes = in_order(a, b, c, d, e, f, g, h)
     else:
         place = tl.arange(0, 8)
         shift = ((place & 1) * 16 + (place >> 1) * 4)[None, None, :]

@@ -1,0 +1,55 @@
+"""Times OpenVINO GenAI's continuous batching: a request file in, JSON out (the last line). See benchmarks/vs_openvino.py for what is timed; needs openvino-genai and numpy."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+from load import Timeline, summary
+
+
+def pipeline(folder: str, threads: int) -> Any:
+    """Chunked prefill of 512 tokens a step, the plugin's own choice of precisions."""
+    scheduler = genai.SchedulerConfig()
+    scheduler.max_num_batched_tokens, scheduler.dynamic_split_fuse, scheduler.cache_size, scheduler.enable_prefix_caching = 512, True, 2, False
+    return genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"})
+
+
+def timed_steps(pipe: Any, requests: list[dict[str, Any]]) -> Timeline:
+    """All requests at once; when each of their tokens came."""
+    start = time.perf_counter()
+    handles = []
+    for i, r in enumerate(requests):
+        config = genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = r["output"], True, False
+        handles.append(pipe.add_request(i, ov.Tensor(np.array([r["prompt"]], np.int64)), config))
+    came: Timeline = [[] for _ in requests]
+    while pipe.has_non_finished_requests():
+        pipe.step()
+        now = time.perf_counter() - start
+        for i, handle in enumerate(handles):
+            while handle.can_read():
+                came[i] += [now] * sum(len(o.generated_ids) for o in handle.read().values())
+    assert [len(c) for c in came] == [r["output"] for r in requests]
+    return came
+
+
+def main() -> None:
+    with open(sys.argv[1], encoding="utf-8") as f:
+        request = json.load(f)
+    pipe = pipeline(request["other"], request["threads"])
+    answer: dict[str, Any] = {"version": f"openvino-genai {genai.__version__}"}
+    single = [timed_steps(pipe, [request["single"]])[0] for _ in range(request["repeats"])]
+    answer["prefill"] = max(len(request["single"]["prompt"]) / t[0] for t in single)
+    answer["decode"] = max((len(t) - 1) / (t[-1] - t[0]) for t in [timed_steps(pipe, [request["short"]])[0] for _ in range(request["repeats"])])
+    answer["mixed"] = summary(timed_steps(pipe, request["mixed"]))
+    print("\n" + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

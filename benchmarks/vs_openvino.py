@@ -1,0 +1,72 @@
+"""qforge's runtime beside OpenVINO GenAI's continuous batching, the strongest CPU server of others: the load of vs_llama_cpp.py, both in turn, in processes of their own.
+
+    python -m venv DIR && DIR/bin/pip install torch openvino-genai optimum-intel nncf && DIR/bin/pip uninstall torchvision
+    DIR/bin/optimum-cli export openvino -m MODEL --task text-generation-with-past --weight-format int4 --group-size 64 --sym --ratio 1.0 IR
+    python benchmarks/vs_openvino.py ARTIFACT --other IR --python DIR/bin/python [--rounds 3] [--save NAME]
+
+IR has the shapes, bits and group size of ARTIFACT (NNCF keeps embedding and head in 8 bits); the plugin chooses the precisions of activations and cache. Only speed is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from vs_llama_cpp import HERE, ROWS, mixed, row, told, weights_of, work
+
+from qforge.ops.native_module import instruction_sets
+from qforge.runtime.bench import read_bandwidth
+from qforge.stages.outcome import environment
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a qforge artifact")
+    parser.add_argument("--other", type=Path, required=True, help="an OpenVINO model of the same shape")
+    parser.add_argument("--python", type=Path, required=True, help="an interpreter that has openvino_genai")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--save", metavar="NAME", help="also write benchmarks/results/vs_openvino-NAME.json and .md")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rounds = [one_round(args, Path(folder)) for _ in range(args.rounds)]
+    content = {
+        "command": told("vs_openvino"), "threads": args.threads, "weights": weights_of(args.model),
+        "environment": environment() | {"instruction_set": next(iter(instruction_sets()), None), "read_bandwidth": read_bandwidth(args.threads)}, "rounds": rounds,
+    }  # fmt: skip
+    text = page(content)
+    print(text)
+    if args.save:
+        (HERE / "results" / f"vs_openvino-{args.save}.json").write_text(json.dumps(content, indent=1) + "\n")
+        (HERE / "results" / f"vs_openvino-{args.save}.md").write_text(text + "\n")
+    return 0
+
+
+def one_round(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """Both engines once."""
+    request = {
+        "model": str(args.model), "other": str(args.other), "activations": "int8", "threads": args.threads, "repeats": 2,
+        "single": {"prompt": [100 + i % 1000 for i in range(512)], "output": 1}, "short": {"prompt": [5, 6, 7], "output": 128},
+        "mixed": mixed(32, json.loads((args.model / "config.json").read_text())["vocab_size"]),
+    }  # fmt: skip
+    return {"theirs": work(args.python, "openvino_genai_speed.py", request, folder), "ours": work(Path(sys.executable), "ours.py", request, folder)}
+
+
+def page(content: dict[str, Any]) -> str:
+    """The table."""
+    machine, first = content["environment"], content["rounds"][0]
+    head = [
+        f"# qforge beside OpenVINO GenAI ({content['threads']} threads)", "", f"`{content['command']}`", "",
+        f"{first['ours']['version']}, {content['weights']}, int8 activations; {first['theirs']['version']}, 4-bit weights by NNCF; {machine.get('cpu', '')}, "
+        f"{machine['instruction_set']}, memory read at {machine['read_bandwidth'] / 1e9:.1f} GB/s. Medians of {len(content['rounds'])} rounds, both in turn.", "",
+        "| | qforge | OpenVINO GenAI | ratio |", "|---|---|---|---|",
+    ]  # fmt: skip
+    return "\n".join(head + [line for name in ROWS if (line := row(name, content["rounds"], "theirs")) is not None])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,116 @@
+"""What an OpenVINO model (`openvino_model.xml`) holds, and whether it is sound: constants of weights with their types, and every constant's place in the data beside it.
+
+Letters: O output features, C groups in a row, G inputs of a group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from qforge.errors import ModelError
+from qforge.models.config import read_json
+
+_BITS = {
+    "f32": 32,
+    "f16": 16,
+    "bf16": 16,
+    "f8e4m3": 8,
+    "f8e5m2": 8,
+    "i8": 8,
+    "u8": 8,
+    "i4": 4,
+    "u4": 4,
+    "i2": 2,
+    "u2": 2,
+    "i16": 16,
+    "i32": 32,
+    "i64": 64,
+    "u64": 64,
+    "boolean": 8,
+    "f64": 64,
+}
+_MOST_BYTES = 256 << 20  # of the graph; that of a model of 100 layers takes a tenth
+_CODES = {"i4", "u4", "i8", "u8", "f8e4m3", "f8e5m2"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Constant:
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def inspect_openvino(path: Path) -> dict[str, Any]:
+    """Describe an IR; the data beside it are not read, but must be there, whole and where the graph says.
+
+    Raises:
+        ModelError: it is no OpenVINO IR, or damaged.
+    """
+    net = _parsed(path)
+    data = path.with_suffix(".bin")
+    size = data.stat().st_size if data.is_file() else 0
+    constants = [_constant(layer, path, size) for layer in net.iter("layer") if layer.get("type") == "Const"]
+    weights = [c for c in constants if c.name.endswith(".weight") or c.name.rpartition(".")[2] == "bias"]
+    parameters = sum(math.prod(c.shape) for c in weights)
+    tensor_bytes = sum(c.nbytes for c in constants)
+    config = path.with_name("config.json")
+    layers = Counter(str(layer.get("type")) for layer in net.iter("layer"))
+    return {
+        "path": str(path),
+        "kind": "OpenVINO model",
+        "family": str(read_json(config).get("model_type", "decoder")) if config.exists() else "decoder",
+        "parameters": parameters,
+        "size_bytes": path.stat().st_size + size,
+        "tensor_bytes": tensor_bytes,
+        "bits_per_weight": round(8 * tensor_bytes / max(parameters, 1), 4),
+        "schemes": dict(Counter(_form(c) for c in weights if c.kind in _CODES).most_common()),
+        "tensor_types": dict(Counter(c.kind for c in weights).most_common()),
+        "metadata": {e.tag: e.get("value") for e in net.iterfind("rt_info/qforge/*")} | {e.get("name", ""): e.get("value") for e in net.iterfind("rt_info/info")},
+        "operators": dict(sorted(layers.items())),
+        "linears": [{"name": c.name.removesuffix(".weight"), "scheme": _form(c), "shape": list(c.shape)} for c in weights if c.kind in _CODES],
+        "provenance": None,
+        "sound": True,
+        "checked": "graph, sizes and offsets",
+    }
+
+
+def _parsed(path: Path) -> ElementTree.Element:
+    if path.stat().st_size > _MOST_BYTES:
+        raise ModelError(f"{path} has {path.stat().st_size:,} bytes; no graph of a model takes more than {_MOST_BYTES:,}")
+    try:
+        net = ElementTree.fromstring(path.read_bytes())
+    except (ElementTree.ParseError, ValueError, LookupError) as e:
+        raise ModelError(f"{path} is no OpenVINO IR, or damaged: {e}") from e
+    if net.tag != "net" or net.find("layers/layer") is None:
+        raise ModelError(f"{path} is no OpenVINO IR, or damaged: it holds no layers of a net")
+    return net
+
+
+def _constant(layer: ElementTree.Element, path: Path, size: int) -> _Constant:
+    """A constant whose bytes are all there."""
+    name, told = str(layer.get("name")), layer.find("data")
+    try:
+        assert told is not None
+        kind, nbytes, offset = told.attrib["element_type"], int(told.attrib["size"]), int(told.attrib["offset"])
+        shape = tuple(int(d) for d in told.attrib["shape"].split(",") if d.strip())
+        expected = -(-math.prod(shape) * _BITS[kind] // 8)
+    except (AssertionError, KeyError, ValueError) as e:
+        raise ModelError(f"{path}: what it says of the constant '{name}' cannot be read ({type(e).__name__}: {str(e)[:80]})") from e
+    if any(d < 0 for d in shape) or nbytes != expected:
+        raise ModelError(f"{path}: the size of the constant '{name}' is not that of its shape and type, {kind}; the file is damaged")
+    if offset < 0 or offset + nbytes > size:
+        raise ModelError(f"{path}: the constant '{name}' does not lie within the {size:,} bytes of {path.stem}.bin; copy the model again")
+    return _Constant(name, kind, shape, nbytes)
+
+
+def _form(constant: _Constant) -> str:
+    """How codes `[O, C, G]` are stored: their type, and how many share a scale where that is less than a row."""
+    if len(constant.shape) == 3 and constant.shape[1] > 1:
+        return f"{constant.kind}, groups of {constant.shape[2]}"
+    return constant.kind

@@ -1,0 +1,66 @@
+"""MLX checkpoints: the artifact's integers for mlx-lm, on Apple's machines and on a CPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qforge.errors import UnsupportedError
+from qforge.export.hf import older_rope, weight_shape, write_checkpoint
+from qforge.export.writer import SHARD_BYTES, Piece
+from qforge.layouts.mlx import Mlx
+from qforge.models.model import Model
+from qforge.models.weights import TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class MlxExporter:
+    """The exporter (see docs/architecture.md)."""
+
+    name: str = "mlx"
+    shard_bytes: int = SHARD_BYTES
+
+    def check(self, model: Model) -> str | None:
+        """Why the model cannot be written; None if it can."""
+        if not model.schemes:
+            return "the model is not quantized; mlx-lm loads the plain checkpoint as it is"
+        for name, scheme in model.schemes.items():
+            reason = Mlx().supports(scheme) or Mlx().problem_with(*weight_shape(model, name))
+            if reason:
+                return f"{name}: {reason}"
+        return None
+
+    def write(self, model: Model, folder: Path) -> list[Path]:
+        """Write the checkpoint to `folder`, which it replaces.
+
+        Raises:
+            UnsupportedError: `check` says why not, or groups are in activation order.
+            OutputError: the folder cannot be written.
+        """
+        reason = self.check(model)
+        if reason:
+            raise UnsupportedError(f"MLX: {reason}")
+        layout = Mlx()
+
+        def packed(module: str) -> Piece:
+            scheme, shape = model.schemes[module], weight_shape(model, module)
+
+            def read() -> dict[str, torch.Tensor]:
+                return {f"{module}.{part}": tensor for part, tensor in layout.pack(model.linear(module)).items()}
+
+            return Piece({f"{module}.{part}": TensorInfo(size, dtype) for part, (size, dtype) in layout.shapes(scheme, *shape).items()}, read)
+
+        return write_checkpoint(folder, model, packed, lambda: {"config.json": {"quantization": _settings(model), **older_rope(model.config)}}, shard_bytes=self.shard_bytes)
+
+
+def _settings(model: Model) -> Mapping[str, Any]:
+    """`quantization` of config.json: the commonest bits and block, and by name every linear that has others."""
+    own = {name: (Mlx.block(scheme, weight_shape(model, name)[1]), scheme.bits) for name, scheme in model.schemes.items()}
+    common = Counter(own.values()).most_common(1)[0][0]
+    named = {name: {"group_size": found[0], "bits": found[1]} for name, found in own.items() if found != common}
+    return {"group_size": common[0], "bits": common[1], "mode": "affine", **named}

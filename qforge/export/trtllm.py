@@ -1,0 +1,76 @@
+"""Checkpoints that TensorRT-LLM loads: a Hugging Face directory with `hf_quant_config.json`, as Model Optimizer writes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qforge import __version__
+from qforge.errors import UnsupportedError
+from qforge.export.hf import older_rope, unquantized_linears, weight_shape, write_checkpoint
+from qforge.export.writer import SHARD_BYTES, Piece
+from qforge.layouts.trtllm import FILE, TrtLlm
+from qforge.models.model import Model
+from qforge.models.tying import HEAD
+from qforge.models.weights import TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class TrtLlmExporter:
+    """The exporter (see docs/architecture.md)."""
+
+    name: str = "trtllm"
+    shard_bytes: int = SHARD_BYTES
+
+    def check(self, model: Model) -> str | None:
+        """Why the model cannot be written; None if it can."""
+        if not model.schemes:
+            return "the model is not quantized; TensorRT-LLM loads the plain checkpoint as it is"
+        layout = TrtLlm(model.dtype)
+        for name, scheme in model.schemes.items():
+            reason = layout.supports(scheme) or layout.problem_with(scheme, weight_shape(model, name)[0])
+            if reason:
+                return f"{name}: {reason}"
+        if HEAD in model.schemes:
+            return "lm_head is quantized, and TensorRT-LLM loads output heads unquantized; leave it out (ignore: [lm_head])"
+        if model.dtype not in (torch.float16, torch.bfloat16):
+            return "TensorRT-LLM computes in 16 bits, and this model is stored in float32; use model.dtype: bfloat16 or float16"
+        kinds = sorted({str(s) for s in model.schemes.values()})
+        return f"one scheme for all linears is written here, and this model has {' and '.join(kinds)}" if len(kinds) > 1 else None
+
+    def write(self, model: Model, folder: Path) -> list[Path]:
+        """Write the checkpoint to `folder`, which it replaces.
+
+        Raises:
+            UnsupportedError: `check` says why not, or groups are in activation order.
+            OutputError: the folder cannot be written.
+        """
+        reason = self.check(model)
+        if reason:
+            raise UnsupportedError(f"TensorRT-LLM: {reason}")
+        layout = TrtLlm(model.dtype)
+
+        def packed(module: str) -> Piece:
+            shapes = layout.shapes(model.schemes[module], *weight_shape(model, module))
+
+            def read() -> dict[str, torch.Tensor]:
+                return {f"{module}.{part}": tensor for part, tensor in layout.pack(model.linear(module)).items()}
+
+            return Piece({f"{module}.{part}": TensorInfo(size, dtype) for part, (size, dtype) in shapes.items()}, read)
+
+        told = {"config.json": older_rope(model.config), FILE: settings(model)}
+        return write_checkpoint(folder, model, packed, lambda: told, shard_bytes=self.shard_bytes)
+
+
+def settings(model: Model) -> dict[str, Any]:
+    """What `hf_quant_config.json` says."""
+    scheme = next(iter(model.schemes.values()))
+    told: dict[str, Any] = {"quant_algo": TrtLlm.algorithm(scheme), "kv_cache_quant_algo": None, "exclude_modules": unquantized_linears(model, model.schemes)}
+    if scheme.bits == 4:
+        told |= {"group_size": scheme.granularity.columns, "has_zero_point": False, "pre_quant_scale": True}
+    elif scheme.granularity.rows > 1:
+        told["group_size"] = scheme.granularity.columns
+    return {"producer": {"name": "qforge", "version": __version__}, "quantization": told}

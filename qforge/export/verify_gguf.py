@@ -1,0 +1,121 @@
+"""GGUF files read back with readers that are not ours: equal weights bit for bit, and llama.cpp's distributions beside those of our runtime."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+
+from qforge import numerics
+from qforge.engines import llama_cpp
+from qforge.engines.base import Scorer
+from qforge.engines.runtime_engine import RuntimeEngine
+from qforge.errors import MissingCapabilityError
+from qforge.export.agreement import agreement, next_token_logprobs
+from qforge.export.gguf_types import MIXES
+from qforge.models.model import Model, open_model
+from qforge.models.names import gguf_names, gguf_norm_offset, gguf_permutes, permuted_heads, unpermute_rows
+from qforge.models.tying import HEAD, shared_table
+from qforge.types import Verification
+
+
+def verify_gguf(path: Path, model: Model, scorer: Scorer, prompts: Sequence[Sequence[int]]) -> tuple[list[Verification], list[str]]:
+    """Read a file back; arguments and answer as `verify.verify`."""
+    if path.stem.removeprefix("model-") in MIXES:
+        held = open_model(str(path), dtype="float32")
+        engine = RuntimeEngine(held)
+        done = [requantized_weights(path, model, scorer, engine, prompts)]
+        model, scorer = held, engine  # llama.cpp is to compute what the file holds
+    else:
+        done = [verify_gguf_weights(path, model)]
+    try:
+        ran = verify_in_llama_cpp(path, model, scorer, prompts)
+        done.append(replace(ran, weights_equal=ran.weights_equal and done[0].weights_equal))
+    except MissingCapabilityError as e:
+        return done, [f"llama.cpp: {e}"]
+    return done, []
+
+
+def verify_gguf_weights(path: Path, model: Model) -> Verification:
+    """Every tensor of the file, dequantized by the gguf package, against the model's: equal bit for bit?"""
+    tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    names = gguf_names(model.config.model_type, model.config.num_hidden_layers)
+    unequal = []
+    for name, expected in _expected(model):
+        found = tensors.pop(names[name], None)
+        if found is None or not torch.equal(_dequantized(found, name, model), expected + gguf_norm_offset(model.config.model_type, name)):
+            unequal.append(name)
+    extra = sorted(set(tensors) - {"rope_freqs.weight"})
+    note = f"unequal: {', '.join(unequal[:3])} and {max(0, len(unequal) - 3)} more" if unequal else f"not in the model: {', '.join(extra)}" if extra else None
+    return Verification("gguf package", version("gguf"), weights_equal=not unequal and not extra, note=note)
+
+
+def requantized_weights(path: Path, model: Model, scorer: Scorer, engine: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:
+    """What quantizing anew did: the matrices of the file as the gguf package dequantizes them against the model's, and our runtime over the file (`engine`) against the scorer."""
+    tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    names = gguf_names(model.config.model_type, model.config.num_hidden_layers)
+    wrong = right = 0.0
+    kinds: set[str] = set()
+    for name, expected in _expected(model):
+        if expected.dim() == 2:
+            kinds.add(tensors[names[name]].tensor_type.name)
+            wrong += float((_dequantized(tensors[names[name]], name, model) - expected).square().sum())
+            right += float(expected.square().sum())
+    kl, same_first, _ = agreement(next_token_logprobs(scorer, prompts), next_token_logprobs(engine, prompts))
+    mix = f"{path.stem.removeprefix('model-')} ({', '.join(sorted(kinds))})"
+    moved = f"a KL divergence of {kl:.3g} in our runtime, the same first token at {same_first:.1%} of {len(prompts)} positions"
+    note = f"requantized to {mix}, not the model's own integers: weights off by {(wrong / max(right, 1e-30)) ** 0.5:.2%}, {moved}"
+    return Verification("gguf package", version("gguf"), note=note)
+
+
+def _expected(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and fp32 values of every tensor that an export of the model holds."""
+    stored = model.weights.names()
+    for name in [*stored, *(f"{n}.weight" for n in model.schemes if f"{n}.weight" not in stored)]:
+        module = name.removesuffix(".weight")
+        if name.startswith(f"{HEAD}.") and model.config.tie_word_embeddings and (HEAD not in model.schemes or shared_table(model, model.schemes) is not None):
+            continue
+        quantized = name.endswith(".weight") and module in model.schemes
+        yield name, numerics.dequantize(model.linear(module)) if quantized else model.weights.read(name).float()
+
+
+def _dequantized(tensor: gguf.ReaderTensor, name: str, model: Model) -> torch.Tensor:
+    values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+    heads = permuted_heads(name, model.config.num_attention_heads, model.config.num_key_value_heads)
+    return unpermute_rows(values, heads) if heads is not None and gguf_permutes(model.config.model_type) else values
+
+
+def verify_in_llama_cpp(path: Path, model: Model, scorer: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:
+    """Mean KL divergence of llama.cpp's next-token distributions from the scorer's, the share of the same first tokens, and whether it dequantizes blocks as the gguf package does.
+
+    Raises:
+        MissingCapabilityError: llama.cpp is not installed.
+        ModelError: llama.cpp cannot run the file.
+    """
+    engine = llama_cpp.LlamaCppEngine(path)
+    kl, same_first, largest = agreement(next_token_logprobs(scorer, prompts), next_token_logprobs(engine, prompts))
+    note = f"against {scorer.name}; fp32 cache, no flash attention; largest difference of a log-probability {largest:.2g}"
+    if model.schemes and "f32" not in path.stem:
+        note += "; llama.cpp's quantized kernels round activations to 8 bits"
+    unequal = _unequal_in_c(path)
+    if unequal:
+        note = f"blocks dequantized otherwise than by the gguf package: {', '.join(unequal[:3])}; " + note
+    return Verification(llama_cpp.NAME, engine.version, kl_mean=kl, top1_agreement=same_first, positions=len(prompts), weights_equal=not unequal, note=note, executed=True)
+
+
+def _unequal_in_c(path: Path) -> list[str]:
+    """Names of quantized tensors that llama.cpp's C code and the gguf package dequantize to different fp32 values."""
+    tensors = [t for t in gguf.GGUFReader(path).tensors if t.tensor_type.name not in ("F32", "F16", "BF16")]
+    blocks = [{"type": t.tensor_type.name, "offset": int(t.data_offset), "nbytes": int(t.n_bytes), "count": int(t.n_elements)} for t in tensors]
+    hashes, _ = llama_cpp.dequantized(path, blocks) if blocks else ([], "")
+    return [t.name for t, found in zip(tensors, hashes, strict=True) if found != _sha256(gguf.quants.dequantize(t.data, t.tensor_type))]
+
+
+def _sha256(values: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(values, dtype=np.float32).tobytes()).hexdigest()

@@ -1,0 +1,105 @@
+"""Whether what reads an export cuts and frames text as the artifact does: token ids of awkward strings, end tokens, the chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import gguf
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from qforge.engines import foreign, llama_cpp
+from qforge.errors import MissingCapabilityError, ModelError
+from qforge.export.imatrix import FILE as IMATRIX
+from qforge.models.assets import VOCABULARIES, load_tokenizer
+from qforge.models.model import Model
+from qforge.types import Verification
+
+PROBES = ("", " ", "a", "The mill by the river.", "  two spaces, a\ttab\nand 123456 lines\n\n", "naïve straße 日本語 русский 😀", "def f(x):\n    return x + 1", "I'm sure they do")
+CONVERSATIONS = (
+    [{"role": "user", "content": "Hello"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}, {"role": "user", "content": "Thanks"}],
+)
+WITHOUT = ("tensorrt", "triton")  # formats in which text is somebody else's business
+
+
+def verify_text(format_name: str, paths: Sequence[Path], model: Model) -> list[Verification]:
+    """Read texts with an export's own tokenizer, by the program that reads it: llama.cpp for GGUF, transformers for the rest.
+
+    Args:
+        format_name: of an exporter.
+        paths: the files that it wrote.
+        model: what was exported.
+
+    Returns:
+        One verification, `text_equal` with a note on what differs; none where the program is not installed, or the format holds no tokenizer.
+    """
+    ours = model.tokenizer()
+    if format_name == "gguf":
+        return _in_llama_cpp(next(p for p in paths if p.suffix == ".gguf" and p.name != IMATRIX), ours)
+    folder = next((p.parent for p in paths if p.name in VOCABULARIES or p.suffix == ".tiktoken"), None)
+    if folder is None and format_name in WITHOUT:
+        return []
+    try:
+        problem = "it has no tokenizer" if folder is None else _difference(ours, load_tokenizer(folder, trust_remote_code=model.trust_remote_code))
+    except ModelError as e:
+        problem = str(e)
+    return [Verification("tokenizer in transformers", transformers.__version__, note=problem, text_equal=problem is None)]
+
+
+def _in_llama_cpp(path: Path, ours: PreTrainedTokenizerBase) -> list[Verification]:
+    python = llama_cpp.interpreter()
+    if python is None:
+        return []
+    probes = _probes(ours)
+    try:
+        ids, _ = llama_cpp.tokenized(path, probes)
+    except MissingCapabilityError:
+        return []
+    problem = _other_ids(probes, [ours(p).input_ids for p in probes], ids)
+    if problem is None:
+        field = gguf.GGUFReader(path).get_field("tokenizer.chat_template")
+        held, wanted = None if field is None else field.contents(), ours.chat_template
+        wanted = wanted.get("default") if isinstance(wanted, dict) else wanted
+        problem = None if held == wanted or not wanted else "it has no chat template" if held is None else "its chat template is another one"
+    return [Verification("tokenizer in llama.cpp", foreign.version_of(python, llama_cpp.PACKAGE), note=problem, text_equal=problem is None)]
+
+
+def _probes(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """With special tokens glued to text: they are one token each, or they are not."""
+    return [*PROBES, *(f"a{token} b" for token in tokenizer.all_special_tokens[:8])]
+
+
+def _difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> str | None:
+    """What differs first, in words; None where nothing does."""
+    probes = _probes(ours)
+    problem = _other_ids(probes, [ours(p).input_ids for p in probes], [theirs(p).input_ids for p in probes])
+    for kind in ("bos", "eos"):
+        a, b = (getattr(t, f"{kind}_token_id") for t in (ours, theirs))
+        problem = problem or (None if a == b else f"its {kind.upper()} token is {b} instead of {a}")
+    if problem or not ours.chat_template:
+        return problem
+    if not theirs.chat_template:
+        return "it has no chat template"
+    return None if all(_rendered(ours, c) == _rendered(theirs, c) for c in CONVERSATIONS) else "its chat template renders a conversation otherwise"
+
+
+def _other_ids(probes: Sequence[str], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> str | None:
+    different = [(p, list(a), list(b)) for p, a, b in zip(probes, ours, theirs, strict=True) if list(a) != list(b)]
+    if not different:
+        return None
+    text, a, b = different[0]
+    return f"it reads {len(different)} of {len(probes)} texts as other tokens: {text!r} as {_short(b)} instead of {_short(a)}"
+
+
+def _short(ids: list[int]) -> str:
+    return str(ids) if len(ids) <= 8 else f"[{', '.join(map(str, ids[:8]))}, ...]"
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, conversation: list[dict[str, str]]) -> str:
+    """What the template makes of a conversation, a refusal included."""
+    try:
+        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+    except Exception as e:  # whatever a template's own code raises
+        return f"{type(e).__name__}: {e}"

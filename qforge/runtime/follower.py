@@ -1,0 +1,36 @@
+"""A process that shares a model with others: `python -m qforge.runtime.follower JOB`, started by `parallel.Followers`."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+
+from qforge.errors import QforgeError
+from qforge.models.model import open_model
+from qforge.runtime.gpu_decoder import GpuDecoder
+from qforge.runtime.parallel import Job, join, open_share
+from qforge.runtime.running import blocks_for, running
+
+
+def main(argument: str) -> int:
+    """Open a share, say how many cache blocks there is room for, then compute each step that comes in until no more does."""
+    job = Job.from_json(argument)
+    try:
+        opened = open_share(open_model(job.source, dtype=job.dtype), job)
+        print(blocks_for(opened, job.where, job.how.kv_cache), flush=True)
+    except QforgeError as e:
+        print(e, file=sys.stderr)
+        return e.exit_code
+    try:
+        blocks = pickle.load(sys.stdin.buffer)
+        join(job)
+        runner = running(opened, job.where, blocks, job.how).runner
+        compute = runner.logits if isinstance(runner, GpuDecoder) else runner.step
+        while True:
+            compute(pickle.load(sys.stdin.buffer))
+    except EOFError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

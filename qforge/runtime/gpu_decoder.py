@@ -1,0 +1,114 @@
+"""The decoder on a GPU: Triton's kernels for attention, norms, rotation and quantized products, cuBLAS for the others.
+
+Activations have 16 bits, the residual stream and logits 32. Bits depend on the number of rows of a step, because tiles do.
+Letters: T tokens of a step, L rows whose logits are wanted, V vocabulary, W hidden width, H query heads, K key/value heads, D head size, P positions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from qforge.ops.triton.between import rms_norm, silu_mul
+from qforge.ops.triton.cache import PagedCache, attention, empty_cache, rotate_and_store
+from qforge.ops.triton.sampling import SamplingRows, most_likely, sample
+from qforge.runtime import rope
+from qforge.runtime.decode_graphs import Capture, DecodeGraphs
+from qforge.runtime.gpu_batch import GpuBatch, moved
+from qforge.runtime.places import Gpu
+from qforge.runtime.rope_table import RopeTable
+from qforge.runtime.sequence import Sequence
+from qforge.runtime.step import StepInput
+from qforge.runtime.weights import Layer, Weights
+
+
+class GpuDecoder:
+    """A `Runner`.
+
+    Args:
+        weights: read for `place`.
+        place: where they are.
+        stored: the type of keys and values, as `ops.triton.cache.empty_cache` takes it.
+        max_num_seqs: the most sequences of a step.
+        capture: how a decode step is recorded once for each size of batch; None: not at all.
+    """
+
+    def __init__(self, weights: Weights, place: Gpu, *, num_blocks: int, block_size: int, stored: torch.dtype, max_num_seqs: int, capture: Capture | None = None) -> None:
+        self.spec, self._weights, self._place = weights.spec, weights, place
+        if place.device.type == "cuda":
+            torch.cuda.set_device(place.device)  # Triton launches on the current one
+        spec, reach = self.spec, min(self.spec.max_positions, num_blocks * block_size)
+        self._caches = [empty_cache(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, stored, place.device) for _ in weights.layers]
+        self._ropes = {r: self._table(rope.inverse_frequencies(r, spec.head_dim), reach) for r in dict.fromkeys(spec.layer_ropes)}
+        self.graphs: DecodeGraphs | None = None
+        if capture is not None:
+            self.graphs = DecodeGraphs(self._forward, place.device, max_num_seqs, -(-reach // block_size), reach, spec.vocab_size, capture)
+
+    def step(self, step: StepInput) -> torch.Tensor:
+        """See `Runner.step`; logits are on the processor."""
+        return self.logits(step).cpu()
+
+    def choose(self, step: StepInput, sequences: list[Sequence]) -> list[int]:
+        """See `Runner.choose`; only the tokens leave the device."""
+        logits = self.logits(step)
+        if not sequences:
+            return []
+        if all(s.params.temperature == 0 for s in sequences):
+            return list(most_likely(logits).tolist())
+        params = ((s.params.temperature, s.params.top_k, s.params.top_p, s.params.min_p, s.seed, len(s.tokens)) for s in sequences)
+        return list(sample(logits, SamplingRows.of(params, logits.device)).tolist())
+
+    def kernels(self) -> dict[str, int]:
+        """See `Runner.kernels`."""
+        return self._weights.kernels()
+
+    def weight_bytes(self) -> int:
+        """See `Runner.weight_bytes`."""
+        return self._weights.nbytes()
+
+    @torch.inference_mode()
+    def logits(self, step: StepInput) -> torch.Tensor:
+        """Those of `step`, on the device; valid until the next call."""
+        recorded = None if self.graphs is None else self.graphs.logits(step)
+        return self._forward(moved(step, self._place.device)) if recorded is None else recorded
+
+    @torch.inference_mode()
+    def _forward(self, batch: GpuBatch) -> torch.Tensor:
+        """fp32 logits `[L, V]`."""
+        eps = self.spec.norm_eps
+        x = self._weights.head.embed(batch.tokens) * self.spec.embedding_scale
+        more = x.to(self._place.dtype)
+        residual = x - more  # each norm adds `more` to it
+        for layer, cache in zip(self._weights.layers, self._caches, strict=True):
+            a = layer.output(self._attend(layer.qkv(_norm(more, layer.input_norm, eps, residual)), layer, cache, batch))
+            a = a if layer.post_attention_norm is None else _norm(a, layer.post_attention_norm, eps)
+            m = layer.down(self._gate(layer.gate_up(_norm(a, layer.mlp_norm, eps, residual))))
+            more = m if layer.post_mlp_norm is None else _norm(m, layer.post_mlp_norm, eps)
+        if batch.wanted is not None:
+            more, residual = more[batch.wanted], residual[batch.wanted]
+        return self._weights.head.logits(_norm(more, self._weights.norm, eps, residual)).float()
+
+    def _attend(self, qkv: torch.Tensor, layer: Layer, cache: PagedCache, batch: GpuBatch) -> torch.Tensor:
+        """`qkv [T, (H + 2 K) D]` -> `[T, H D]`; keys and values go into the cache."""
+        a = layer.attention
+        norms = None if a.q_norm is None or a.k_norm is None else (a.q_norm, a.k_norm, a.norm_eps)
+        q = rotate_and_store(qkv, *self._ropes[layer.rope], batch.positions, batch.slots, a.num_heads, cache, norms)
+        mixed = attention(q, cache, batch.tables, batch.starts, batch.lengths, longest=batch.longest, longest_context=batch.longest_context, scale=a.scale, window=a.window)
+        return mixed.flatten(1)
+
+    def _gate(self, x: torch.Tensor) -> torch.Tensor:
+        if self.spec.hidden_act == "silu":
+            return silu_mul(x)
+        gate, up = x.chunk(2, -1)
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+    def _table(self, frequencies: torch.Tensor, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines `[P, D / 2]` fp32."""
+        cosines, sines = RopeTable(frequencies.numpy()).upto(positions)
+        return tuple(torch.from_numpy(np.ascontiguousarray(t)).to(self._place.device) for t in (cosines, sines))  # type: ignore[return-value]
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+    y = rms_norm(x, weight, eps, residual)
+    assert isinstance(y, torch.Tensor)
+    return y

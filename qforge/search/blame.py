@@ -9,11 +9,12 @@ Letters: T tokens of a window, D hidden width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import kl_div
 
 from qforge.engines.base import Scorer, chunks
 from qforge.engines.transformers_engine import TransformersEngine
@@ -22,7 +23,7 @@ from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
 from qforge.types import Blame, BlameResult
 
-TOKENS = 1024  # scored at least, where the text has them
+TOKENS = 512  # scored at least, where the text has them
 DEEP = 3  # blocks that are taken apart
 PIECES = 16  # into which a linear is taken apart, at most
 SMALL = 0.1  # a share that points at nothing
@@ -56,7 +57,7 @@ def blame(original: Model, quantized: Model, windows: list[list[int]], *, tokens
     """
     chosen = spread(windows, tokens)
     study = _Study(original, quantized, chosen)
-    whole = study.divergence(study.last({}, [])[""])
+    whole = study.divergences(study.last({}, []))[""]
     blocks = [_Variant(name, i, frozenset(study.differing(i))) for i, name in enumerate(study.model.block_names)]
     found = study.measure([b for b in blocks if b.tensors], whole, {})
     if study.outside_differs():
@@ -134,7 +135,7 @@ class _Study:
     def measure(self, variants: list[_Variant], whole: float, part_of: Mapping[str, str]) -> list[BlameResult]:
         """What is left of the divergence with each variant restored, and what came back."""
         ends = self.last({v.name: v for v in variants}, list({v.block for v in variants}))
-        left = {v.name: self.divergence(ends[v.name]) for v in variants}
+        left = self.divergences({v.name: ends[v.name] for v in variants})
         return [BlameResult(name, kl, _share(whole, kl), part_of.get(name)) for name, kl in left.items()]
 
     def last(self, variants: Mapping[str, _Variant], blocks: Collection[int]) -> dict[str, States]:
@@ -166,9 +167,18 @@ class _Study:
         restored = {t.rpartition(".")[0] for t in variant.tensors if variant.inputs is None}
         return lambda name: None if name in restored else self.model.own_rounding(name)
 
-    def divergence(self, states: States, head: BlockModel | None = None) -> float:
-        """Mean KL divergence from the original, nats per token, of final hidden states."""
-        return divergence(_Kept(head or self.model, states), _Kept(self._full, self._reference), self._windows)
+    def divergences(self, ends: Mapping[str, States], head: BlockModel | None = None) -> dict[str, float]:
+        """Mean KL divergence from the original, nats per token, of each of several final hidden states; the original's logits of a chunk are computed once for all."""
+        sums = dict.fromkeys(ends, 0.0)
+        with self._full.head() as full, (head or self.model).head() as own:
+            for window, reference in enumerate(self._reference):
+                for start, stop in chunks(reference.shape[-2]):
+                    expected = full(_rows(reference, start, stop)).log_softmax(-1)
+                    for name, states in ends.items():
+                        found = own(_rows(states[window], start, stop)).log_softmax(-1)
+                        sums[name] += float(kl_div(found, expected, reduction="sum", log_target=True))
+        count = sum(map(len, self._windows)) - len(self._windows)
+        return {name: max(0.0, total / count) for name, total in sums.items()}
 
     def outside_differs(self) -> bool:
         """Whether an embedding, a final norm or a head differs."""
@@ -182,24 +192,12 @@ class _Study:
         for index in range(self.model.num_blocks):
             with self.model.block(index) as module:
                 states = [self.model.run(index, module, h) for h in states]
-        return self.divergence(states, self._full)
+        return self.divergences({OUTSIDE: states}, self._full)[OUTSIDE]
 
 
-class _Kept:
-    """A `Scorer` over hidden states after the last block."""
-
-    name, version = "blocks", ""
-
-    def __init__(self, model: BlockModel, states: States) -> None:
-        self._model, self._states = model, states
-
-    def score(self, windows: list[list[int]]) -> Iterator[torch.Tensor]:
-        """See `Scorer.score`."""
-        with self._model.head() as logits:
-            for states in self._states:
-                hidden_TD = states.reshape(-1, states.shape[-1])
-                for start, stop in chunks(hidden_TD.shape[0]):
-                    yield logits(hidden_TD[start:stop])
+def _rows(states: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Positions of a window's hidden states `[1, T, D]`, as `[positions, D]`."""
+    return states.reshape(-1, states.shape[-1])[start:stop]
 
 
 def _share(whole: float, left: float) -> float:

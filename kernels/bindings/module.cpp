@@ -47,7 +47,7 @@ NB_MODULE(_native, m) {
             nb::arg("format"), nb::arg("columns"), nb::arg("blocks"), nb::arg("block_k"), nb::arg("run"), nb::arg("codes"), nb::arg("scales"), nb::arg("zeros"), nb::arg("book"),
             nb::arg("bias"), nb::arg("activations") = Activations::F32);
     nb::enum_<Activation>(m, "Activation").value("SILU", Activation::SILU).value("GELU_TANH", Activation::GELU_TANH);
-    nb::enum_<CacheType>(m, "CacheType").value("F32", CacheType::F32).value("F16", CacheType::F16).value("I8", CacheType::I8);
+    nb::enum_<CacheType>(m, "CacheType").value("F32", CacheType::F32).value("F16", CacheType::F16).value("I8", CacheType::I8).value("BF16", CacheType::BF16);
     nb::class_<Cache>(m, "Cache")
         .def(
             "__init__",

@@ -1,6 +1,7 @@
 // The functions of layers.h, written once over `Lanes` (8 floats), which the including file defines for its instruction set.
 // Lanes: load (floats, halves or int8), store, set, fma(a, b, c) = a b + c, add, mul, div, max, exp_scale(p, n) = p 2^n for integral n, round,
-//        keep_above(x, limit, y) = x > limit ? y : 0. to_half(x): the nearest half, ties to even.
+//        keep_above(x, limit, y) = x > limit ? y : 0, pairs(p, even, odd): 8 pairs of bf16. to_half(x): the nearest half, ties to even.
+// With QFORGE_BF16_DOTS the including file defines what is under that name here.
 
 inline float sum_in_order(const Lanes &a, const Lanes &b) {
     float v[8];
@@ -87,6 +88,13 @@ void rotate(float *x, const float *cosine, const float *sine, int64_t half) {
     }
 }
 
+// The nearest bf16, ties to even; finite where x is
+inline Bf16 to_bf16(float x) {
+    constexpr float most = 0x1.fep127f;
+    const uint32_t bits = __builtin_bit_cast(uint32_t, x > most ? most : x < -most ? -most : x);
+    return {static_cast<uint16_t>(x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
 // One key or value [d] into the cache, its elements `stride` apart; returns its scale
 inline float put(float *to, const float *from, int64_t d, int64_t stride) {
     for (int64_t i = 0; i < d; ++i) to[i * stride] = from[i];
@@ -95,6 +103,11 @@ inline float put(float *to, const float *from, int64_t d, int64_t stride) {
 
 inline float put(uint16_t *to, const float *from, int64_t d, int64_t stride) {
     for (int64_t i = 0; i < d; ++i) to[i * stride] = to_half(from[i] > 65504.0f ? 65504.0f : from[i] < -65504.0f ? -65504.0f : from[i]);
+    return 1.0f;
+}
+
+inline float put(Bf16 *to, const float *from, int64_t d, int64_t stride) {
+    for (int64_t i = 0; i < d; ++i) to[i * stride] = to_bf16(from[i]);
     return 1.0f;
 }
 
@@ -111,14 +124,33 @@ inline float put(int8_t *to, const float *from, int64_t d, int64_t stride) {
 }
 
 template <typename T>
+inline float put_key(T *tile, int64_t place, const float *from, int64_t d) {
+    return put(tile + place, from, d, 16);
+}
+
+inline float put_key(Bf16 *tile, int64_t place, const float *from, int64_t d) {
+    for (int64_t i = 0; i < d; ++i) tile[i / 2 * 32 + place * 2 + i % 2] = to_bf16(from[i]);
+    return 1.0f;
+}
+
+template <typename T>
+inline float put_value(T *head, int64_t place, const float *from, int64_t d, int64_t wide) {
+    return put(head + place * wide, from, d, 1);
+}
+
+inline float put_value(Bf16 *head, int64_t place, const float *from, int64_t d, int64_t wide) {
+    return put(head + place / 2 * 2 * wide + place % 2, from, d, 2);
+}
+
+template <typename T>
 void store_token(const Attention &a, int64_t token, const float *row) {
     const Cache &c = a.cache;
     const int64_t d = c.head_dim, block = a.slots[token] / c.block_size, offset = a.slots[token] % c.block_size;
     for (int64_t h = 0; h < c.kv_heads; ++h) {
         const float *key = row + (a.heads + h) * d, *value = row + (a.heads + c.kv_heads + h) * d;
         const int64_t first = (block * c.kv_heads + h) * c.block_size;
-        const float key_scale = put(static_cast<T *>(c.keys) + (first + offset / 16 * 16) * d + offset % 16, key, d, 16);
-        const float value_scale = put(static_cast<T *>(c.values) + (first + offset) * c.value_dim, value, d, 1);
+        const float key_scale = put_key(static_cast<T *>(c.keys) + (first + offset / 16 * 16) * d, offset % 16, key, d);
+        const float value_scale = put_value(static_cast<T *>(c.values) + first * c.value_dim, offset, value, d, c.value_dim);
         if (c.key_scales) {
             c.key_scales[first + offset] = key_scale;
             c.value_scales[first + offset] = value_scale;
@@ -141,6 +173,7 @@ void rotate_and_store(const Attention &a, int64_t token, int64_t token_end) {
             case CacheType::F32: store_token<float>(a, token, row); break;
             case CacheType::F16: store_token<uint16_t>(a, token, row); break;
             case CacheType::I8: store_token<int8_t>(a, token, row); break;
+            case CacheType::BF16: store_token<Bf16>(a, token, row); break;
         }
     }
 }
@@ -157,6 +190,68 @@ inline void fetch(const void *rows, int64_t bytes) {
     for (int64_t i = 0; i < 16 * bytes; i += 64) __builtin_prefetch(static_cast<const char *>(rows) + i, 0, 3);
 }
 
+// lo, hi (positions 0 to 7, 8 to 15) += query rows [R][d] x the keys of 16 positions
+template <int R, typename T>
+inline void add_scores(const float *query, int64_t d, const T *keys, Lanes *lo, Lanes *hi) {
+    for (int64_t i = 0; i < d; ++i) {
+        const Lanes u = Lanes::load(keys + i * 16), v = Lanes::load(keys + i * 16 + 8);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) {
+            const Lanes q = Lanes::set(query[r * d + i]);
+            lo[r] = Lanes::fma(q, u, lo[r]);
+            hi[r] = Lanes::fma(q, v, hi[r]);
+        }
+    }
+}
+
+// lo, hi (dimensions 0 to 7, 8 to 15) += weights [R][stride], 16 of each row from `from` on, x the values of 16 positions, whose rows are `wide`
+template <int R, typename T>
+inline void add_values(const float *weights, int64_t from, int64_t stride, const T *values, int64_t wide, Lanes *lo, Lanes *hi) {
+    for (int64_t j = 0; j < 16; ++j) {
+        const Lanes u = Lanes::load(values + j * wide), v = Lanes::load(values + j * wide + 8);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) {
+            const Lanes x = Lanes::set(weights[r * stride + from + j]);
+            lo[r] = Lanes::fma(x, u, lo[r]);
+            hi[r] = Lanes::fma(x, v, hi[r]);
+        }
+    }
+}
+
+// Queries or weights [count] in place, as add_scores and add_values take them
+template <typename T>
+inline void prepare(float *, int64_t, T) {}
+
+#ifndef QFORGE_BF16_DOTS
+// lo, hi += 16 pairs x one pair of each row, `apart` floats from row to row: second products first
+template <int R>
+inline void add_pairs(const Bf16 *pairs, const float *rows, int64_t apart, Lanes *lo, Lanes *hi) {
+    Lanes even_lo, odd_lo, even_hi, odd_hi;
+    Lanes::pairs(pairs, even_lo, odd_lo);
+    Lanes::pairs(pairs + 16, even_hi, odd_hi);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+        const Lanes even = Lanes::set(rows[r * apart]), odd = Lanes::set(rows[r * apart + 1]);
+        lo[r] = Lanes::fma(even, even_lo, Lanes::fma(odd, odd_lo, lo[r]));
+        hi[r] = Lanes::fma(even, even_hi, Lanes::fma(odd, odd_hi, hi[r]));
+    }
+}
+
+template <int R>
+inline void add_scores(const float *query, int64_t d, const Bf16 *keys, Lanes *lo, Lanes *hi) {
+    for (int64_t i = 0; i < d; i += 2) add_pairs<R>(keys + i * 16, query + i, d, lo, hi);
+}
+
+template <int R>
+inline void add_values(const float *weights, int64_t from, int64_t stride, const Bf16 *values, int64_t wide, Lanes *lo, Lanes *hi) {
+    for (int64_t j = 0; j < 16; j += 2) add_pairs<R>(values + j * wide, weights + from + j, stride, lo, hi);
+}
+
+inline void prepare(float *x, int64_t count, Bf16) {
+    for (int64_t i = 0; i < count; ++i) x[i] = __builtin_bit_cast(float, static_cast<uint32_t>(to_bf16(x[i]).bits) << 16);
+}
+#endif
+
 // scores [R][stride] of the keys [first, last + 1) for R query rows [R][d]; what a row may not see becomes -infinity
 template <typename T, int R>
 void score_rows(const Attention &a, const AttentionPiece &p, const float *query, const int64_t *position, int64_t first, int64_t last, float *scores, int64_t stride) {
@@ -169,15 +264,7 @@ void score_rows(const Attention &a, const AttentionPiece &p, const float *query,
         Lanes lo[R], hi[R], scale_lo = Lanes::set(a.scale), scale_hi = scale_lo;
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) lo[r] = hi[r] = Lanes::set(0.0f);
-        for (int64_t i = 0; i < d; ++i) {
-            const Lanes u = Lanes::load(keys + i * 16), v = Lanes::load(keys + i * 16 + 8);
-#pragma GCC unroll 6
-            for (int r = 0; r < R; ++r) {
-                const Lanes q = Lanes::set(query[r * d + i]);
-                lo[r] = Lanes::fma(q, u, lo[r]);
-                hi[r] = Lanes::fma(q, v, hi[r]);
-            }
-        }
+        add_scores<R>(query, d, keys, lo, hi);
         if (a.cache.key_scales) {
             scale_lo = Lanes::mul(scale_lo, Lanes::load(a.cache.key_scales + at));
             scale_hi = Lanes::mul(scale_hi, Lanes::load(a.cache.key_scales + at + 8));
@@ -228,6 +315,9 @@ void scale_weights(const Attention &a, const AttentionPiece &p, float *weights, 
     }
 }
 
+template <typename T>
+constexpr int64_t kTogether = std::is_same_v<T, Bf16> ? 2 : 1;  // positions of a value side by side
+
 // out[r] = weights [R][stride] x values, times factor[r]
 template <typename T, int R>
 void mix_values(const Attention &a, const AttentionPiece &p, const float *weights, int64_t stride, const float *factor, int64_t first, int64_t last, float *const *out) {
@@ -237,17 +327,8 @@ void mix_values(const Attention &a, const AttentionPiece &p, const float *weight
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) lo[r] = hi[r] = Lanes::set(0.0f);
         for (int64_t k = first; k <= last; k += 16) {
-            const T *values = static_cast<const T *>(a.cache.values) + cache_row(a, p, k) * wide + i;
-            const float *w = weights + (k - first);
-            for (int64_t j = 0; j < 16; ++j) {
-                const Lanes u = Lanes::load(values + j * wide), v = Lanes::load(values + j * wide + 8);
-#pragma GCC unroll 6
-                for (int r = 0; r < R; ++r) {
-                    const Lanes x = Lanes::set(w[r * stride + j]);
-                    lo[r] = Lanes::fma(x, u, lo[r]);
-                    hi[r] = Lanes::fma(x, v, hi[r]);
-                }
-            }
+            const T *values = static_cast<const T *>(a.cache.values) + cache_row(a, p, k) * wide + i * kTogether<T>;
+            add_values<R>(weights, k - first, stride, values, wide, lo, hi);
         }
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
@@ -274,9 +355,11 @@ void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float
     }
     const int64_t last = position[R - 1] / 16 * 16, oldest = a.window ? position[0] - a.window + 1 : 0;
     const int64_t first = oldest > 0 ? oldest / 16 * 16 : 0, stride = last - first + 16;
+    prepare(query, R * d, T{});
     score_rows<T, R>(a, p, query, position, first, last, scores, stride);
     for (int r = 0; r < R; ++r) factor[r] = soften_row(scores + r * stride, stride);
     if (a.cache.value_scales) scale_weights<R>(a, p, scores, stride, first, last);
+    prepare(scores, R * stride, T{});
     mix_values<T, R>(a, p, scores, stride, factor, first, last, out);
 }
 
@@ -300,5 +383,6 @@ void attend(const Attention &a, const AttentionPiece &p, float *scratch) {
         case CacheType::F32: return attend_piece<float>(a, p, scratch);
         case CacheType::F16: return attend_piece<uint16_t>(a, p, scratch);
         case CacheType::I8: return attend_piece<int8_t>(a, p, scratch);
+        case CacheType::BF16: return attend_piece<Bf16>(a, p, scratch);
     }
 }

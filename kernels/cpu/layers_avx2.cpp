@@ -1,31 +1,14 @@
 // The functions of layers.h for AVX2 + FMA (compiled with those flags; called only where CPUID has them).
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "qforge/layers.h"
 
 namespace qforge {
 namespace {
 
-struct Lanes {
-    __m256 v;
-    static Lanes load(const float *p) { return {_mm256_loadu_ps(p)}; }
-    static Lanes load(const uint16_t *p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)))}; }
-    static Lanes load(const int8_t *p) { return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))))}; }
-    static Lanes set(float x) { return {_mm256_set1_ps(x)}; }
-    static Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
-    static Lanes add(Lanes a, Lanes b) { return {_mm256_add_ps(a.v, b.v)}; }
-    static Lanes mul(Lanes a, Lanes b) { return {_mm256_mul_ps(a.v, b.v)}; }
-    static Lanes div(Lanes a, Lanes b) { return {_mm256_div_ps(a.v, b.v)}; }
-    static Lanes max(Lanes a, Lanes b) { return {_mm256_max_ps(a.v, b.v)}; }
-    static Lanes min(Lanes a, Lanes b) { return {_mm256_min_ps(a.v, b.v)}; }
-    static Lanes round(Lanes a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-    static Lanes exp_scale(Lanes p, Lanes n) { return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p.v), _mm256_slli_epi32(_mm256_cvtps_epi32(n.v), 23)))}; }
-    static Lanes keep_above(Lanes x, Lanes limit, Lanes y) { return {_mm256_and_ps(_mm256_cmp_ps(x.v, limit.v, _CMP_GT_OQ), y.v)}; }
-    void store(float *p) const { _mm256_storeu_ps(p, v); }
-};
-
-inline uint16_t to_half(float x) { return static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)); }
-
+#include "lanes_256.inl"
 #include "layers.inl"
 
 }  // namespace

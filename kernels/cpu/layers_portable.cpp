@@ -1,6 +1,7 @@
 // The functions of layers.h in plain C++, for any CPU.
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "qforge/half.h"
 #include "qforge/layers.h"
@@ -19,6 +20,10 @@ struct Lanes {
     static Lanes load(const float *p) { return each([&](int i) { return p[i]; }); }
     static Lanes load(const uint16_t *p) { return each([&](int i) { return half_to_float(p[i]); }); }
     static Lanes load(const int8_t *p) { return each([&](int i) { return static_cast<float>(p[i]); }); }
+    static void pairs(const Bf16 *p, Lanes &even, Lanes &odd) {
+        even = each([&](int i) { return __builtin_bit_cast(float, static_cast<uint32_t>(p[2 * i].bits) << 16); });
+        odd = each([&](int i) { return __builtin_bit_cast(float, static_cast<uint32_t>(p[2 * i + 1].bits) << 16); });
+    }
     static Lanes set(float x) { return each([&](int) { return x; }); }
     static Lanes fma(const Lanes &a, const Lanes &b, const Lanes &c) { return each([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); }); }
     static Lanes add(const Lanes &a, const Lanes &b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }

@@ -23,8 +23,8 @@ from qforge.scheme import ACTIVATIONS
 )
 @click.option(
     "--kv-cache",
-    type=click.Choice(["fp32", "fp16", "int8", "fp8"]),
-    help="How keys and values are stored; fp32 (the default) equals the reference. On a GPU: fp16 (the default), int8, fp8.",
+    type=click.Choice(["fp32", "fp16", "bf16", "int8", "fp8"]),
+    help="How keys and values are stored; fp32 (the default) equals the reference; bf16 is multiplied in bf16 too. On a GPU: fp16 (the default), int8, fp8.",
 )
 @options.device
 @click.option("--json", "json_path", metavar="FILE", help="Write the figures to a file; - writes only JSON to stdout.")

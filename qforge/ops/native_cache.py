@@ -1,4 +1,4 @@
-"""The paged key/value cache of one layer as the native kernels have it (kernels/include/qforge/layers.h), in fp32, fp16 or int8."""
+"""The paged key/value cache of one layer as the native kernels have it (kernels/include/qforge/layers.h), in fp32, fp16, bf16 or int8."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from qforge.ops.native_module import module
 
 LANES = 16  # positions side by side in the key cache; a block holds a multiple of this many tokens
-CACHE_TYPES: dict[str, tuple[str, type[Any]]] = {"fp32": ("F32", np.float32), "fp16": ("F16", np.float16), "int8": ("I8", np.int8)}
+CACHE_TYPES: dict[str, tuple[str, type[Any]]] = {"fp32": ("F32", np.float32), "fp16": ("F16", np.float16), "bf16": ("BF16", np.uint16), "int8": ("I8", np.int8)}
 
 
 def bytes_per_token(kind: str, num_kv_heads: int, head_dim: int) -> int:

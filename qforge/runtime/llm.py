@@ -37,8 +37,8 @@ class LLM:
         num_blocks: cache blocks; None: room for `max_num_seqs` full contexts, at most 2 GiB (but one full context at least), on a GPU at most what is free.
         max_num_seqs: most sequences that run at once; None: 32, on a GPU 128.
         max_step_tokens: most tokens of one step; longer prompts are computed in pieces. None: 512, on a GPU 2048.
-        kv_cache: how keys and values are stored: `fp32` (results equal the reference; not on a GPU), `fp16` or `int8`, a half and a quarter of the memory, `fp8` (on a GPU).
-            None: `fp32`, on a GPU the 16-bit type of activations.
+        kv_cache: how keys and values are stored: `fp32` (results equal the reference), `fp16` or `bf16` (half the memory; bf16 is multiplied in bf16 too, fast where the CPU can),
+            `int8` (a quarter), `fp8` (on a GPU, which keeps neither fp32 nor bf16 by name). None: `fp32`, on a GPU the 16-bit type of activations.
         device: `cpu`, `cuda` or `cuda:N`: a GPU runs with activations in 16 bits, fp16 for models stored in fp16 or fp32, else bf16.
         graphs: on a GPU, record decode steps as CUDA graphs when the model is loaded.
         tensor_parallel: processes that share the model, each with its part of every weight and of the cache: on GPUs one each (`device: cuda` takes the first N). They are

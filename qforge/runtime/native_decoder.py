@@ -28,7 +28,7 @@ class NativeDecoder:
     """A `Runner`.
 
     Args:
-        kv_cache: how keys and values are stored: `fp32`, `fp16` or `int8` (a scale for each key and each value).
+        kv_cache: how keys and values are stored: `fp32`, `fp16`, `bf16` or `int8` (a scale for each key and each value).
     """
 
     def __init__(self, model: NativeModel, *, num_blocks: int, block_size: int, threads: int | None = None, kv_cache: str = "fp32") -> None:

@@ -1,8 +1,10 @@
-// What a decoder layer does between its products: norm, rotary embedding and cache write, attention over paged blocks, gated activation, residual sums. All arithmetic in fp32.
+// What a decoder layer does between its products: norm, rotary embedding and cache write, attention over paged blocks, gated activation, residual sums. Arithmetic in fp32, but for a bf16 cache.
 //
-// The cache of one layer, for blocks of `block_size` tokens (a multiple of 16), in fp32, fp16 or int8:
+// The cache of one layer, for blocks of `block_size` tokens (a multiple of 16), in fp32, fp16, bf16 or int8:
 //   keys   [blocks][kv_heads][block_size / 16][head_dim][16]   16 positions side by side, so that scores of 16 keys are one row of products
 //   values [blocks][kv_heads][block_size][value_dim]           value_dim: head_dim rounded up to a multiple of 16
+//   bf16: pairs lie together, of dimensions in keys [..][head_dim / 2][16][2] and of positions in values [..][block_size / 2][value_dim][2]; queries and the weights
+//   of values are rounded to bf16 too, and each pair is added as AVX512-BF16 does it, in fp32: second product, then first
 //   key_scales, value_scales [blocks][kv_heads][block_size]    int8 only: each key and value has a scale of its own, its largest magnitude / 127
 //
 // Sums are ordered by place in the row and by absolute position in the sequence, never by how a step was cut: results are equal bit for bit
@@ -15,7 +17,11 @@ namespace qforge {
 
 enum class Activation : int { SILU = 0, GELU_TANH = 1 };
 
-enum class CacheType : int { F32 = 0, F16 = 1, I8 = 2 };
+enum class CacheType : int { F32 = 0, F16 = 1, I8 = 2, BF16 = 3 };
+
+struct Bf16 {
+    uint16_t bits;
+};
 
 struct Cache {
     CacheType type;
@@ -84,5 +90,6 @@ struct LayerFunctions {
 
 extern const LayerFunctions layers_portable;
 extern const LayerFunctions layers_avx2;
+extern const LayerFunctions layers_avx512_bf16;  // layers_avx2 with AVX512-BF16's dot products for bf16 caches; the same results bit for bit
 
 }  // namespace qforge

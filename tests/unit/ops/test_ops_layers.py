@@ -11,7 +11,13 @@ from qforge.ops.layers import AttentionParameters, Batch, TorchLayers
 from qforge.ops.native_module import instruction_sets
 
 OPS: list[TorchLayers | NativeLayers] = [TorchLayers(), *(NativeLayers(2, isa) for isa in instruction_sets())]
-STORED = {"attention": OPS, **{f"attention {kind}": [NativeLayers(2, isa, kind) for isa in instruction_sets()] for kind in ("fp16", "int8")}}
+STORED = {"attention": OPS, **{f"attention {kind}": [NativeLayers(2, isa, kind) for isa in instruction_sets()] for kind in ("fp16", "bf16", "int8")}}
+
+ENDS = {  # what is stored, and what is read back
+    "fp16": ([65519.0, -1e6, 6e-8, 0.0], [65504.0, -65504.0, 2.0**-24, 0.0]),
+    "bf16": ([3.4e38, -3.4e38, 1.0 + 2**-8, 0.0], [2.0**128 - 2.0**120, 2.0**120 - 2.0**128, 1.0, 0.0]),
+    "int8": ([1e30, -1e30, 1e27, 0.0], [1e30, -1e30, 0.0, 0.0]),
+}
 
 
 def _near(y: torch.Tensor, wanted: torch.Tensor, operation: str) -> None:
@@ -101,15 +107,14 @@ def test_attention_over_scattered_blocks(heads: int, kv_heads: int, head_dim: in
     assert all(torch.equal(natives[0], y) for y in natives)
 
 
-@pytest.mark.parametrize("kind", ["fp16", "int8"])
+@pytest.mark.parametrize("kind", ["fp16", "bf16", "int8"])
 def test_keys_and_values_at_the_ends_of_their_range_are_kept(kind: str) -> None:
     for isa in instruction_sets():
         ops = NativeLayers(1, isa, kind)
         a = AttentionParameters(1, 1, 4, 0, 1e-6)
-        value = torch.tensor([65519.0, -1e6, 6e-8, 0.0] if kind == "fp16" else [1e30, -1e30, 1e27, 0.0])
+        value, wanted = map(torch.tensor, ENDS[kind])
         cache = ops.cache(1, 16, 1, 4)
         one = torch.tensor([0])
         batch = Batch(one, one, torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32))
         y = ops.attention(torch.cat([torch.zeros(8), value]).view(1, -1), a, cache, (torch.ones(1, 2), torch.zeros(1, 2)), batch)[0]
-        wanted = torch.tensor([65504.0, -65504.0, 2.0**-24, 0.0]) if kind == "fp16" else torch.tensor([1e30, -1e30, 0.0, 0.0])
         torch.testing.assert_close(y, wanted, rtol=1e-6, atol=0)

@@ -83,7 +83,7 @@ def one_round(args: argparse.Namespace, ggufs: list[Path], folder: Path) -> Roun
     vocabulary = json.loads((args.model / "config.json").read_text())["vocab_size"]
     words = [100 + i % 1000 for i in range(512)]
     request = {
-        "model": str(args.model), "activations": args.activations, "threads": args.threads, "repeats": 0 if args.only == "mixed" else 2,
+        "model": str(args.model), "activations": args.activations, "kv_cache": "fp16", "threads": args.threads, "repeats": 0 if args.only == "mixed" else 2,
         "single": {"prompt": words, "output": 1}, "short": {"prompt": [5, 6, 7], "output": 128}, "mixed": [] if args.only == "single" else mixed(32, vocabulary),
     }  # fmt: skip
     has_api = subprocess.run([str(args.llama_python), "-c", "import llama_cpp"], capture_output=True, check=False).returncode == 0

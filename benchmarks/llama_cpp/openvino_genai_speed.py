@@ -43,7 +43,9 @@ def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as f:
         request = json.load(f)
     pipe = pipeline(request["other"], request["threads"])
-    answer: dict[str, Any] = {"version": f"openvino-genai {genai.__version__}"}
+    chosen = {name: ov.Core().get_property("CPU", name) for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")}
+    told = ", ".join(f"{name.lower()} {kind.get_type_name()}" for name, kind in chosen.items())
+    answer: dict[str, Any] = {"version": f"openvino-genai {genai.__version__}", "precisions": told}
     single = [timed_steps(pipe, [request["single"]])[0] for _ in range(request["repeats"])]
     answer["prefill"] = max(len(request["single"]["prompt"]) / t[0] for t in single)
     answer["decode"] = max((len(t) - 1) / (t[-1] - t[0]) for t in [timed_steps(pipe, [request["short"]])[0] for _ in range(request["repeats"])])

@@ -31,7 +31,7 @@ def timed_steps(llm: LLM, requests: list[dict[str, Any]]) -> Timeline:
 def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as f:
         request = json.load(f)
-    llm = LLM(request["model"], activations=request["activations"], threads=request["threads"], kv_cache="fp16")
+    llm = LLM(request["model"], activations=request["activations"], threads=request["threads"], kv_cache=request["kv_cache"])
     answer: dict[str, Any] = {"version": f"qforge {__version__}", "kernels": llm.kernels()}
     single = [timed_steps(llm, [request["single"]])[0] for _ in range(request["repeats"])]
     if single:

@@ -38,7 +38,7 @@ Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa
 #ifdef QFORGE_HAVE_AVX2
     if (isa != "portable") {
         piece_ = linear_avx2;
-        layers_ = isa == "avx512-vnni" && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512dq") ? &layers_avx512_bf16 : &layers_avx2;
+        layers_ = isa == "avx512-vnni" && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512dq") ? &layers_avx512 : &layers_avx2;
         integer_ = &integer_avx2;
         blockwise_ = isa == "avx512-vnni" ? &blockwise_avx512_vnni : isa == "avx-vnni" ? &blockwise_avx_vnni : &blockwise_avx2;
     }

@@ -1,7 +1,8 @@
 // The functions of layers.h, written once over `Lanes` (8 floats), which the including file defines for its instruction set.
-// Lanes: load (floats, halves or int8), store, set, fma(a, b, c) = a b + c, add, mul, div, max, exp_scale(p, n) = p 2^n for integral n, round,
-//        keep_above(x, limit, y) = x > limit ? y : 0, pairs(p, even, odd): 8 pairs of bf16. to_half(x): the nearest half, ties to even.
-// With QFORGE_BF16_DOTS the including file defines what is under that name here.
+// Lanes: load (floats, halves), store, set, fma(a, b, c) = a b + c, add, mul, div, max, exp_scale(p, n) = p 2^n for integral n, round,
+//        keep_above(x, limit, y) = x > limit ? y : 0, to_bf16 and to_int16 (8 numbers, ties to even, into 16 bytes). to_half(x): the nearest half, ties to even.
+// Also in the including file, both over 16 pairs of columns and one pair of a row, which lies in a float as prepare() packs it; see Fmas for the interface:
+// IntegerDots, exact; Bf16Dots: in fp32, the second product is added first, then the first (as AVX512-BF16 does).
 
 inline float sum_in_order(const Lanes &a, const Lanes &b) {
     float v[8];
@@ -95,51 +96,40 @@ inline Bf16 to_bf16(float x) {
     return {static_cast<uint16_t>(x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
-// One key or value [d] into the cache, its elements `stride` apart; returns its scale
-inline float put(float *to, const float *from, int64_t d, int64_t stride) {
-    for (int64_t i = 0; i < d; ++i) to[i * stride] = from[i];
+// Bf16 and int8: two dimensions of a key, two positions of a value side by side, which one instruction multiplies and adds
+template <typename T>
+constexpr int64_t kTogether = sizeof(T) == 4 || std::is_same_v<T, uint16_t> ? 1 : 2;
+
+// One key or value [d] into the cache, element i at place(i); returns its scale
+template <typename Place>
+inline float put(float *to, const float *from, int64_t d, Place place) {
+    for (int64_t i = 0; i < d; ++i) to[place(i)] = from[i];
     return 1.0f;
 }
 
-inline float put(uint16_t *to, const float *from, int64_t d, int64_t stride) {
-    for (int64_t i = 0; i < d; ++i) to[i * stride] = to_half(from[i] > 65504.0f ? 65504.0f : from[i] < -65504.0f ? -65504.0f : from[i]);
+template <typename Place>
+inline float put(uint16_t *to, const float *from, int64_t d, Place place) {
+    for (int64_t i = 0; i < d; ++i) to[place(i)] = to_half(from[i] > 65504.0f ? 65504.0f : from[i] < -65504.0f ? -65504.0f : from[i]);
     return 1.0f;
 }
 
-inline float put(Bf16 *to, const float *from, int64_t d, int64_t stride) {
-    for (int64_t i = 0; i < d; ++i) to[i * stride] = to_bf16(from[i]);
+template <typename Place>
+inline float put(Bf16 *to, const float *from, int64_t d, Place place) {
+    for (int64_t i = 0; i < d; ++i) to[place(i)] = to_bf16(from[i]);
     return 1.0f;
 }
 
-inline float put(int8_t *to, const float *from, int64_t d, int64_t stride) {
+template <typename Place>
+inline float put(int8_t *to, const float *from, int64_t d, Place place) {
     float largest = 0.0f;
     for (int64_t i = 0; i < d; ++i) largest = __builtin_fabsf(from[i]) > largest ? __builtin_fabsf(from[i]) : largest;
     const float scale = largest / 127.0f, inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
     for (int64_t i = 0; i < d; ++i) {
         const float code = from[i] * inverse;
         const float inside = code > 127.0f ? 127.0f : code < -127.0f ? -127.0f : code;
-        to[i * stride] = static_cast<int8_t>(inside + (inside < 0.0f ? -0.5f : 0.5f));
+        to[place(i)] = static_cast<int8_t>(inside + (inside < 0.0f ? -0.5f : 0.5f));
     }
     return scale;
-}
-
-template <typename T>
-inline float put_key(T *tile, int64_t place, const float *from, int64_t d) {
-    return put(tile + place, from, d, 16);
-}
-
-inline float put_key(Bf16 *tile, int64_t place, const float *from, int64_t d) {
-    for (int64_t i = 0; i < d; ++i) tile[i / 2 * 32 + place * 2 + i % 2] = to_bf16(from[i]);
-    return 1.0f;
-}
-
-template <typename T>
-inline float put_value(T *head, int64_t place, const float *from, int64_t d, int64_t wide) {
-    return put(head + place * wide, from, d, 1);
-}
-
-inline float put_value(Bf16 *head, int64_t place, const float *from, int64_t d, int64_t wide) {
-    return put(head + place / 2 * 2 * wide + place % 2, from, d, 2);
 }
 
 template <typename T>
@@ -149,8 +139,10 @@ void store_token(const Attention &a, int64_t token, const float *row) {
     for (int64_t h = 0; h < c.kv_heads; ++h) {
         const float *key = row + (a.heads + h) * d, *value = row + (a.heads + c.kv_heads + h) * d;
         const int64_t first = (block * c.kv_heads + h) * c.block_size;
-        const float key_scale = put_key(static_cast<T *>(c.keys) + (first + offset / 16 * 16) * d, offset % 16, key, d);
-        const float value_scale = put_value(static_cast<T *>(c.values) + first * c.value_dim, offset, value, d, c.value_dim);
+        constexpr int64_t n = kTogether<T>;
+        T *keys = static_cast<T *>(c.keys) + (first + offset / 16 * 16) * d + offset % 16 * n, *values = static_cast<T *>(c.values) + (first + offset / n * n) * c.value_dim + offset % n;
+        const float key_scale = put(keys, key, d, [](int64_t i) { return i / n * 16 * n + i % n; });
+        const float value_scale = put(values, value, d, [](int64_t i) { return i * n; });
         if (c.key_scales) {
             c.key_scales[first + offset] = key_scale;
             c.value_scales[first + offset] = value_scale;
@@ -178,93 +170,125 @@ void rotate_and_store(const Attention &a, int64_t token, int64_t token_end) {
     }
 }
 
-// Where the 16 positions from `position` (a multiple of 16) of a sequence lie in the cache, in tokens of one head
-inline int64_t cache_row(const Attention &a, const AttentionPiece &p, int64_t position) {
-    const Cache &c = a.cache;
-    const int64_t block = a.block_tables[p.sequence * a.table_stride + position / c.block_size];
-    return (block * c.kv_heads + p.kv_head) * c.block_size + position % c.block_size;
-}
+// Walks over a sequence's positions, 16 at a time, from a multiple of 16 on
+class Tiles {
+  public:
+    Tiles(const Attention &a, const AttentionPiece &p, int64_t position)
+        : block_size_(a.cache.block_size), heads_(a.cache.kv_heads), head_(p.kv_head), block_(a.block_tables + p.sequence * a.table_stride + position / block_size_),
+          offset_(position % block_size_) {}
+    // where they lie in the cache, in tokens of one head
+    int64_t row() const { return (*block_ * heads_ + head_) * block_size_ + offset_; }
+    void next() {
+        offset_ += 16;
+        if (offset_ == block_size_) {
+            offset_ = 0;
+            ++block_;
+        }
+    }
+
+  private:
+    int64_t block_size_, heads_, head_;
+    const int32_t *block_;
+    int64_t offset_;
+};
 
 // Brings 16 positions of the cache, `bytes` each, before they are read: blocks lie anywhere, and the CPU does not guess where the next one is
 inline void fetch(const void *rows, int64_t bytes) {
     for (int64_t i = 0; i < 16 * bytes; i += 64) __builtin_prefetch(static_cast<const char *>(rows) + i, 0, 3);
 }
 
-// lo, hi (positions 0 to 7, 8 to 15) += query rows [R][d] x the keys of 16 positions
-template <int R, typename T>
-inline void add_scores(const float *query, int64_t d, const T *keys, Lanes *lo, Lanes *hi) {
-    for (int64_t i = 0; i < d; ++i) {
-        const Lanes u = Lanes::load(keys + i * 16), v = Lanes::load(keys + i * 16 + 8);
-#pragma GCC unroll 6
-        for (int r = 0; r < R; ++r) {
-            const Lanes q = Lanes::set(query[r * d + i]);
-            lo[r] = Lanes::fma(q, u, lo[r]);
-            hi[r] = Lanes::fma(q, v, hi[r]);
-        }
-    }
-}
-
-// lo, hi (dimensions 0 to 7, 8 to 15) += weights [R][stride], 16 of each row from `from` on, x the values of 16 positions, whose rows are `wide`
-template <int R, typename T>
-inline void add_values(const float *weights, int64_t from, int64_t stride, const T *values, int64_t wide, Lanes *lo, Lanes *hi) {
-    for (int64_t j = 0; j < 16; ++j) {
-        const Lanes u = Lanes::load(values + j * wide), v = Lanes::load(values + j * wide + 8);
-#pragma GCC unroll 6
-        for (int r = 0; r < R; ++r) {
-            const Lanes x = Lanes::set(weights[r * stride + from + j]);
-            lo[r] = Lanes::fma(x, u, lo[r]);
-            hi[r] = Lanes::fma(x, v, hi[r]);
-        }
-    }
-}
-
-// Queries or weights [count] in place, as add_scores and add_values take them
+// One row's sums over 16 columns
 template <typename T>
-inline void prepare(float *, int64_t, T) {}
-
-#ifndef QFORGE_BF16_DOTS
-// lo, hi += 16 pairs x one pair of each row, `apart` floats from row to row: second products first
-template <int R>
-inline void add_pairs(const Bf16 *pairs, const float *rows, int64_t apart, Lanes *lo, Lanes *hi) {
-    Lanes even_lo, odd_lo, even_hi, odd_hi;
-    Lanes::pairs(pairs, even_lo, odd_lo);
-    Lanes::pairs(pairs + 16, even_hi, odd_hi);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-        const Lanes even = Lanes::set(rows[r * apart]), odd = Lanes::set(rows[r * apart + 1]);
-        lo[r] = Lanes::fma(even, even_lo, Lanes::fma(odd, odd_lo, lo[r]));
-        hi[r] = Lanes::fma(even, even_hi, Lanes::fma(odd, odd_hi, hi[r]));
+struct Fmas {
+    struct Columns {
+        Lanes lo, hi;
+    };
+    Lanes lo = Lanes::set(0.0f), hi = Lanes::set(0.0f);
+    static Columns load(const T *p) { return {Lanes::load(p), Lanes::load(p + 8)}; }
+    void add(const Columns &c, float x) {
+        const Lanes all = Lanes::set(x);
+        lo = Lanes::fma(all, c.lo, lo);
+        hi = Lanes::fma(all, c.hi, hi);
     }
+    void get(Lanes &a, Lanes &b) const {
+        a = lo;
+        b = hi;
+    }
+};
+
+template <typename T>
+using Sums = std::conditional_t<std::is_same_v<T, int8_t>, IntegerDots, std::conditional_t<std::is_same_v<T, Bf16>, Bf16Dots, Fmas<T>>>;
+
+// Numbers [count] in place: eight at a time through `pack`, to 16 bits each
+template <typename Pack>
+inline void pack_row(float *x, int64_t count, const Pack &pack) {
+    char *to = reinterpret_cast<char *>(x);
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8) pack(Lanes::load(x + i), to + 2 * i);
+    if (i == count) return;
+    float last[8] = {};
+    __builtin_memcpy(last, x + i, static_cast<size_t>(count - i) * sizeof(float));
+    pack(Lanes::load(last), last);
+    __builtin_memcpy(to + 2 * i, last, static_cast<size_t>(count - i) * 2);
 }
 
-template <int R>
-inline void add_scores(const float *query, int64_t d, const Bf16 *keys, Lanes *lo, Lanes *hi) {
-    for (int64_t i = 0; i < d; i += 2) add_pairs<R>(keys + i * 16, query + i, d, lo, hi);
+// Queries or weights [count] in place, as Sums<T> takes them; returns what the sums are to be multiplied by.
+template <typename T>
+inline float prepare(float *, int64_t, T) {
+    return 1.0f;
 }
 
-template <int R>
-inline void add_values(const float *weights, int64_t from, int64_t stride, const Bf16 *values, int64_t wide, Lanes *lo, Lanes *hi) {
-    for (int64_t j = 0; j < 16; j += 2) add_pairs<R>(values + j * wide, weights + from + j, stride, lo, hi);
+inline float prepare(float *x, int64_t count, Bf16) {
+    pack_row(x, count, [](const Lanes &v, void *to) { Lanes::to_bf16(v, to); });
+    return 1.0f;
 }
 
-inline void prepare(float *x, int64_t count, Bf16) {
-    for (int64_t i = 0; i < count; ++i) x[i] = __builtin_bit_cast(float, static_cast<uint32_t>(to_bf16(x[i]).bits) << 16);
+// 16-bit integers, the largest 32767. What is not finite makes the unit NaN.
+inline float prepare(float *x, int64_t count, int8_t) {
+    Lanes most = Lanes::set(0.0f), wrong = most;
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        const Lanes v = Lanes::load(x + i);
+        most = Lanes::max(most, Lanes::max(v, Lanes::mul(v, Lanes::set(-1.0f))));
+        wrong = Lanes::fma(v, Lanes::set(0.0f), wrong);
+    }
+    float v[8], w[8], largest = 0.0f, nan = 0.0f;
+    most.store(v);
+    wrong.store(w);
+    for (int j = 0; j < 8; ++j) {
+        largest = v[j] > largest ? v[j] : largest;
+        nan += w[j];
+    }
+    for (; i < count; ++i) {
+        largest = __builtin_fabsf(x[i]) > largest ? __builtin_fabsf(x[i]) : largest;
+        nan += x[i] * 0.0f;
+    }
+    const float scale = largest / 32767.0f, inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
+    const Lanes factor = Lanes::set(inverse);
+    pack_row(x, count, [&](const Lanes &numbers, void *to) { Lanes::to_int16(Lanes::mul(numbers, factor), to); });
+    return scale + nan;
 }
-#endif
 
-// scores [R][stride] of the keys [first, last + 1) for R query rows [R][d]; what a row may not see becomes -infinity
+// scores [R][stride] of the keys [first, last + 1) for R prepared query rows [R][d], times units [R]; what a row may not see becomes -infinity
 template <typename T, int R>
-void score_rows(const Attention &a, const AttentionPiece &p, const float *query, const int64_t *position, int64_t first, int64_t last, float *scores, int64_t stride) {
+void score_rows(const Attention &a, const AttentionPiece &p, const float *query, const float *units, const int64_t *position, int64_t first, int64_t last, float *scores, int64_t stride) {
     const int64_t d = a.cache.head_dim;
+    Tiles tiles(a, p, first);
+    const float *q[R];
+    for (int r = 0; r < R; ++r) q[r] = query + r * d;
     for (int64_t k = first; k <= last; k += 16) {
-        const int64_t at = cache_row(a, p, k);
+        const int64_t at = tiles.row();
         const T *keys = static_cast<const T *>(a.cache.keys) + at * d;
-        if (k + 16 <= last) fetch(static_cast<const T *>(a.cache.keys) + cache_row(a, p, k + 16) * d, d * sizeof(T));
+        tiles.next();
+        if (k + 16 <= last) fetch(static_cast<const T *>(a.cache.keys) + tiles.row() * d, d * sizeof(T));
         fetch(static_cast<const T *>(a.cache.values) + at * a.cache.value_dim, a.cache.value_dim * sizeof(T));
-        Lanes lo[R], hi[R], scale_lo = Lanes::set(a.scale), scale_hi = scale_lo;
+        Lanes scale_lo = Lanes::set(a.scale), scale_hi = scale_lo;
+        Sums<T> sums[R];
+        for (int64_t i = 0; i < d / kTogether<T>; ++i) {
+            const auto columns = Sums<T>::load(keys + i * 16 * kTogether<T>);
 #pragma GCC unroll 6
-        for (int r = 0; r < R; ++r) lo[r] = hi[r] = Lanes::set(0.0f);
-        add_scores<R>(query, d, keys, lo, hi);
+            for (int r = 0; r < R; ++r) sums[r].add(columns, q[r][i]);
+        }
         if (a.cache.key_scales) {
             scale_lo = Lanes::mul(scale_lo, Lanes::load(a.cache.key_scales + at));
             scale_hi = Lanes::mul(scale_hi, Lanes::load(a.cache.key_scales + at + 8));
@@ -272,8 +296,11 @@ void score_rows(const Attention &a, const AttentionPiece &p, const float *query,
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
             float *s = scores + r * stride + (k - first);
-            Lanes::mul(lo[r], scale_lo).store(s);
-            Lanes::mul(hi[r], scale_hi).store(s + 8);
+            const Lanes unit = Lanes::set(units[r]);
+            Lanes lo, hi;
+            sums[r].get(lo, hi);
+            Lanes::mul(Lanes::mul(lo, unit), scale_lo).store(s);
+            Lanes::mul(Lanes::mul(hi, unit), scale_hi).store(s + 8);
             const int64_t oldest = a.window ? position[r] - a.window + 1 : 0;
             if (k + 15 > position[r] || k < oldest)
                 for (int64_t j = 0; j < 16; ++j)
@@ -304,8 +331,9 @@ float soften_row(float *scores, int64_t count) {
 // weights [R][stride] *= the scale of each position's value; what a row may not see stays 0, whatever lies there
 template <int R>
 void scale_weights(const Attention &a, const AttentionPiece &p, float *weights, int64_t stride, int64_t first, int64_t last) {
-    for (int64_t k = first; k <= last; k += 16) {
-        const float *scale = a.cache.value_scales + cache_row(a, p, k);
+    Tiles tiles(a, p, first);
+    for (int64_t k = first; k <= last; k += 16, tiles.next()) {
+        const float *scale = a.cache.value_scales + tiles.row();
         const Lanes lo = Lanes::load(scale), hi = Lanes::load(scale + 8);
         for (int r = 0; r < R; ++r) {
             float *w = weights + r * stride + (k - first);
@@ -315,20 +343,40 @@ void scale_weights(const Attention &a, const AttentionPiece &p, float *weights, 
     }
 }
 
+// Positions whose sums stay exact in 32 bits: of integers, 512 x 127 x 32767
 template <typename T>
-constexpr int64_t kTogether = std::is_same_v<T, Bf16> ? 2 : 1;  // positions of a value side by side
+constexpr int64_t kSpan = std::is_same_v<T, int8_t> ? 512 : INT64_MAX / 2;
 
-// out[r] = weights [R][stride] x values, times factor[r]
+// out[r] = prepared weights [R][stride] x values, times factor[r]
 template <typename T, int R>
 void mix_values(const Attention &a, const AttentionPiece &p, const float *weights, int64_t stride, const float *factor, int64_t first, int64_t last, float *const *out) {
+    constexpr int64_t n = kTogether<T>;
     const int64_t d = a.cache.head_dim, wide = a.cache.value_dim;
     for (int64_t i = 0; i < d; i += 16) {
         Lanes lo[R], hi[R];
-#pragma GCC unroll 6
         for (int r = 0; r < R; ++r) lo[r] = hi[r] = Lanes::set(0.0f);
-        for (int64_t k = first; k <= last; k += 16) {
-            const T *values = static_cast<const T *>(a.cache.values) + cache_row(a, p, k) * wide + i * kTogether<T>;
-            add_values<R>(weights, k - first, stride, values, wide, lo, hi);
+        Tiles tiles(a, p, first);
+        for (int64_t k = first; k <= last;) {
+            const int64_t end = (k / kSpan<T> + 1) * kSpan<T>;
+            Sums<T> sums[R];
+            const float *w[R];
+            for (int r = 0; r < R; ++r) w[r] = weights + r * stride + (k - first) / n;
+            for (; k <= last && k < end; k += 16, tiles.next()) {
+                const T *values = static_cast<const T *>(a.cache.values) + tiles.row() * wide + i * n;
+                for (int64_t j = 0; j < 16 / n; ++j, values += wide * n) {
+                    const auto columns = Sums<T>::load(values);
+#pragma GCC unroll 6
+                    for (int r = 0; r < R; ++r) sums[r].add(columns, w[r][j]);
+                }
+#pragma GCC unroll 6
+                for (int r = 0; r < R; ++r) w[r] += 16 / n;
+            }
+            for (int r = 0; r < R; ++r) {
+                Lanes u, v;
+                sums[r].get(u, v);
+                lo[r] = Lanes::add(lo[r], u);
+                hi[r] = Lanes::add(hi[r], v);
+            }
         }
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
@@ -344,7 +392,7 @@ void mix_values(const Attention &a, const AttentionPiece &p, const float *weight
 template <typename T, int R>
 void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float *scratch) {
     const int64_t d = a.cache.head_dim, group = a.heads / a.cache.kv_heads;
-    float *query = scratch, *scores = scratch + kQueryRows * d, *out[R], factor[R];
+    float *query = scratch, *scores = scratch + kQueryRows * d, *out[R], units[R], factor[R];
     int64_t position[R];
     for (int r = 0; r < R; ++r) {
         const int64_t token = p.query + (row + r) / group, head = p.kv_head * group + (row + r) % group;
@@ -355,11 +403,11 @@ void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float
     }
     const int64_t last = position[R - 1] / 16 * 16, oldest = a.window ? position[0] - a.window + 1 : 0;
     const int64_t first = oldest > 0 ? oldest / 16 * 16 : 0, stride = last - first + 16;
-    prepare(query, R * d, T{});
-    score_rows<T, R>(a, p, query, position, first, last, scores, stride);
+    for (int r = 0; r < R; ++r) units[r] = prepare(query + r * d, d, T{});
+    score_rows<T, R>(a, p, query, units, position, first, last, scores, stride);
     for (int r = 0; r < R; ++r) factor[r] = soften_row(scores + r * stride, stride);
     if (a.cache.value_scales) scale_weights<R>(a, p, scores, stride, first, last);
-    prepare(scores, R * stride, T{});
+    for (int r = 0; r < R; ++r) factor[r] *= prepare(scores + r * stride, stride, T{});
     mix_values<T, R>(a, p, scores, stride, factor, first, last, out);
 }
 

@@ -19,11 +19,6 @@ struct Lanes {
     }
     static Lanes load(const float *p) { return each([&](int i) { return p[i]; }); }
     static Lanes load(const uint16_t *p) { return each([&](int i) { return half_to_float(p[i]); }); }
-    static Lanes load(const int8_t *p) { return each([&](int i) { return static_cast<float>(p[i]); }); }
-    static void pairs(const Bf16 *p, Lanes &even, Lanes &odd) {
-        even = each([&](int i) { return __builtin_bit_cast(float, static_cast<uint32_t>(p[2 * i].bits) << 16); });
-        odd = each([&](int i) { return __builtin_bit_cast(float, static_cast<uint32_t>(p[2 * i + 1].bits) << 16); });
-    }
     static Lanes set(float x) { return each([&](int) { return x; }); }
     static Lanes fma(const Lanes &a, const Lanes &b, const Lanes &c) { return each([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); }); }
     static Lanes add(const Lanes &a, const Lanes &b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
@@ -43,12 +38,60 @@ struct Lanes {
         });
     }
     static Lanes keep_above(const Lanes &x, const Lanes &limit, const Lanes &y) { return each([&](int i) { return x.v[i] > limit.v[i] ? y.v[i] : 0.0f; }); }
+    static void to_bf16(const Lanes &x, void *to) {
+        uint16_t halves[8];
+        for (int i = 0; i < 8; ++i) {
+            const uint32_t bits = __builtin_bit_cast(uint32_t, x.v[i]);
+            halves[i] = static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+        }
+        std::memcpy(to, halves, sizeof halves);
+    }
+    static void to_int16(const Lanes &x, void *to) {
+        int16_t codes[8];
+        for (int i = 0; i < 8; ++i) codes[i] = static_cast<int16_t>(std::nearbyint(x.v[i]));
+        std::memcpy(to, codes, sizeof codes);
+    }
     void store(float *p) const {
         for (int i = 0; i < 8; ++i) p[i] = v[i];
     }
 };
 
 inline uint16_t to_half(float x) { return half_from_float(x); }
+
+// two numbers of 16 bits that lie in a float
+template <typename T>
+struct Pair {
+    T first, second;
+};
+
+struct IntegerDots {
+    using Columns = const int8_t *;
+    int32_t v[16] = {};
+    static Columns load(const int8_t *p) { return p; }
+    void add(Columns c, float pair) {
+        const auto x = __builtin_bit_cast(Pair<int16_t>, pair);
+        for (int i = 0; i < 16; ++i) v[i] += x.first * c[2 * i] + x.second * c[2 * i + 1];
+    }
+    void get(Lanes &a, Lanes &b) const {
+        a = Lanes::each([&](int i) { return static_cast<float>(v[i]); });
+        b = Lanes::each([&](int i) { return static_cast<float>(v[i + 8]); });
+    }
+};
+
+struct Bf16Dots {
+    using Columns = const Bf16 *;
+    float v[16] = {};
+    static Columns load(const Bf16 *p) { return p; }
+    static float wide(Bf16 x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x.bits) << 16); }
+    void add(Columns c, float pair) {
+        const auto x = __builtin_bit_cast(Pair<Bf16>, pair);
+        for (int i = 0; i < 16; ++i) v[i] = __builtin_fmaf(wide(x.first), wide(c[2 * i]), __builtin_fmaf(wide(x.second), wide(c[2 * i + 1]), v[i]));
+    }
+    void get(Lanes &a, Lanes &b) const {
+        a = Lanes::load(v);
+        b = Lanes::load(v + 8);
+    }
+};
 
 #include "layers.inl"
 

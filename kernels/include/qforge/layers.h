@@ -1,10 +1,11 @@
-// What a decoder layer does between its products: norm, rotary embedding and cache write, attention over paged blocks, gated activation, residual sums. Arithmetic in fp32, but for a bf16 cache.
+// What a decoder layer does between its products: norm, rotary embedding and cache write, attention over paged blocks, gated activation, residual sums. Arithmetic in fp32, but for products with a cache in bf16 or int8.
 //
 // The cache of one layer, for blocks of `block_size` tokens (a multiple of 16), in fp32, fp16, bf16 or int8:
 //   keys   [blocks][kv_heads][block_size / 16][head_dim][16]   16 positions side by side, so that scores of 16 keys are one row of products
 //   values [blocks][kv_heads][block_size][value_dim]           value_dim: head_dim rounded up to a multiple of 16
-//   bf16: pairs lie together, of dimensions in keys [..][head_dim / 2][16][2] and of positions in values [..][block_size / 2][value_dim][2]; queries and the weights
-//   of values are rounded to bf16 too, and each pair is added as AVX512-BF16 does it, in fp32: second product, then first
+//   bf16 and int8: pairs lie together, of dimensions in keys [..][head_dim / 2][16][2] and of positions in values [..][block_size / 2][value_dim][2]
+//   bf16: queries and the weights of values are rounded to bf16 too; of a pair, the second product is added first, in fp32
+//   int8: queries and weights are rounded to 16-bit integers, row by row, the largest 32767; sums of up to 512 positions are exact
 //   key_scales, value_scales [blocks][kv_heads][block_size]    int8 only: each key and value has a scale of its own, its largest magnitude / 127
 //
 // Sums are ordered by place in the row and by absolute position in the sequence, never by how a step was cut: results are equal bit for bit
@@ -90,6 +91,6 @@ struct LayerFunctions {
 
 extern const LayerFunctions layers_portable;
 extern const LayerFunctions layers_avx2;
-extern const LayerFunctions layers_avx512_bf16;  // layers_avx2 with AVX512-BF16's dot products for bf16 caches; the same results bit for bit
+extern const LayerFunctions layers_avx512;  // with the dot products of VNNI and BF16 in attention
 
 }  // namespace qforge

@@ -62,7 +62,8 @@ def page(content: dict[str, Any]) -> str:
     machine, first = content["environment"], content["rounds"][0]
     head = [
         f"# qforge beside OpenVINO GenAI ({content['threads']} threads)", "", f"`{content['command']}`", "",
-        f"{first['ours']['version']}, {content['weights']}, int8 activations; {first['theirs']['version']}, 4-bit weights by NNCF, {first['theirs']['precisions']}; keys and values in 8 bits by both; {machine.get('cpu', '')}, "
+        f"{first['ours']['version']}, {content['weights']}, int8 activations; {first['theirs']['version']}, 4-bit weights by NNCF, {first['theirs']['precisions']}; "
+        f"keys and values in 8 bits by both; {machine.get('cpu', '')}, "
         f"{machine['instruction_set']}, memory read at {machine['read_bandwidth'] / 1e9:.1f} GB/s. Medians of {len(content['rounds'])} rounds, both in turn.", "",
         "| | qforge | OpenVINO GenAI | ratio |", "|---|---|---|---|",
     ]  # fmt: skip

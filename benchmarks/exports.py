@@ -20,6 +20,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import onnx_rows
 import torch
 import vllm_rows
 
@@ -155,8 +156,8 @@ def measured(source: Model, format_name: str, kind: str | None, text: str, out: 
 
 
 def read_back(format_name: str, paths: list[Path], folder: Path, artifact: Model, prompts: list[list[int]], scratch: Path) -> tuple[list[Verification], list[str]]:
-    """What `verify` finds, and more: transformers beside GPTQModel; bitsandbytes without its bf16 kernel; vLLM; and transformers with our rounding where activations are rounded,
-    since a code turns on differences of 1e-6."""
+    """What `verify` finds, and more: transformers beside GPTQModel; llama.cpp over the same weights in F32; bitsandbytes without its bf16 kernel; vLLM; and where activations are
+    rounded, since a code turns on differences of 1e-6, ONNX Runtime's linears one by one and transformers with our rounding."""
     scorer = RuntimeEngine(artifact)
     found, left_out = verify(format_name, paths, artifact, scorer, prompts)
     if format_name in HELD and not left_out:
@@ -170,7 +171,11 @@ def read_back(format_name: str, paths: list[Path], folder: Path, artifact: Model
         found.append(verify_in_engine(format_name, folder, artifact, scorer, prompts, engine="portable"))
     if any(s.activations is not None for s in artifact.schemes.values()):
         reference = TransformersEngine(artifact)
-        found.append(verify_execution(read(folder), artifact, reference, prompts) if format_name == "onnx" else verify_in_engine(format_name, folder, artifact, reference, prompts))
+        if format_name == "onnx":
+            found.append(verify_execution(read(folder), artifact, reference, prompts))
+            found = [onnx_rows.explained(v, folder, artifact, prompts, scratch) if v.engine == "onnxruntime" else v for v in found]
+        else:
+            found.append(verify_in_engine(format_name, folder, artifact, reference, prompts))
         if format_name == "compressed-tensors" and next(iter(map(str, artifact.schemes.values()))) in VLLM:
             try:
                 found += vllm_rows.rows(folder, artifact, prompts, scratch)

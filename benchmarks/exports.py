@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 import onnx_rows
 import torch
 import vllm_rows
+from safetensors import safe_open
 
 from qforge import numerics
 from qforge.engines.runtime_engine import RuntimeEngine
@@ -151,8 +153,18 @@ def measured(source: Model, format_name: str, kind: str | None, text: str, out: 
         found, left_out = read_back(format_name, paths, folder, artifact, prompts, out / "twin")
     except QforgeError as e:
         found, left_out = [], [str(e)]
+    held = tensors(folder)
     for verification in [*found, *(Verification("none", "", note=reason) for reason in left_out)]:
-        yield {"format": format_name, "type": kind, "scheme": text, **asdict(verification), "failed": problem(kind, scheme, verification)}
+        yield {"format": format_name, "type": kind, "scheme": text, "tensors": held, **asdict(verification), "failed": problem(kind, scheme, verification)}
+
+
+def tensors(folder: Path) -> str | None:
+    """How many tensors of each kind and type a checkpoint holds; of other files their readers tell."""
+    kinds: Counter[str] = Counter()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            kinds.update(f"{name.rpartition('.')[2]} {file.get_slice(name).get_dtype()}" for name in file.keys())  # noqa: SIM118  (a safetensors handle, not a dictionary)
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or None
 
 
 def read_back(format_name: str, paths: list[Path], folder: Path, artifact: Model, prompts: list[list[int]], scratch: Path) -> tuple[list[Verification], list[str]]:

@@ -100,7 +100,7 @@ def main() -> int:
     windows = evaluation_windows(documents(str(args.text), role="evaluation", folder=Path(), tokenizer=tokenizer), tokenizer, 256, context=source.config.max_position_embeddings)
     prompts = seeded_prompts(windows.ids, args.positions)
     path = None if args.save is None else RESULTS / f"exports-{args.save}.json"
-    rows = kept(path, [r for r in ROWS if not wanted(r, args)])
+    rows = kept(path, [r for r in ROWS if not wanted(r, args)], args)
     failed = False
     for case in (r for r in ROWS if wanted(r, args)):
         for row in measured(source, *case, args.out, prompts):
@@ -117,11 +117,14 @@ def wanted(row: tuple[str, str | None, str], args: argparse.Namespace) -> bool:
     return args.formats is None or bool({row[0], f"{row[0]}:{row[2]}"} & set(args.formats.split(",")))
 
 
-def kept(path: Path | None, cases: list[tuple[str, str | None, str]]) -> list[dict[str, Any]]:
-    """Rows of an earlier run that this one does not measure again."""
-    if path is None or not path.exists():
+def kept(path: Path | None, cases: list[tuple[str, str | None, str]], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of an earlier run over the same positions that this one does not measure again."""
+    if path is None or not path.exists() or not cases:
         return []
-    return [row for row in json.loads(path.read_text())["rows"] if (row["format"], row["type"], row["scheme"]) in cases]
+    earlier = json.loads(path.read_text())
+    if (earlier["model"], earlier["text"], earlier["positions"]) != (args.model.name, args.text.name, args.positions):
+        raise SystemExit(f"{path.name} is of {earlier['positions']} positions of {earlier['text']}: give the same, or measure all formats")
+    return [row for row in earlier["rows"] if (row["format"], row["type"], row["scheme"]) in cases]
 
 
 def place(row: dict[str, Any]) -> int:

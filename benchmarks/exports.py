@@ -15,13 +15,16 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import onnx_rows
 import torch
 import vllm_rows
+from safetensors import safe_open
 
 from qforge import numerics
 from qforge.engines.runtime_engine import RuntimeEngine
@@ -97,7 +100,7 @@ def main() -> int:
     windows = evaluation_windows(documents(str(args.text), role="evaluation", folder=Path(), tokenizer=tokenizer), tokenizer, 256, context=source.config.max_position_embeddings)
     prompts = seeded_prompts(windows.ids, args.positions)
     path = None if args.save is None else RESULTS / f"exports-{args.save}.json"
-    rows = kept(path, [r for r in ROWS if not wanted(r, args)])
+    rows = kept(path, [r for r in ROWS if not wanted(r, args)], args)
     failed = False
     for case in (r for r in ROWS if wanted(r, args)):
         for row in measured(source, *case, args.out, prompts):
@@ -114,11 +117,14 @@ def wanted(row: tuple[str, str | None, str], args: argparse.Namespace) -> bool:
     return args.formats is None or bool({row[0], f"{row[0]}:{row[2]}"} & set(args.formats.split(",")))
 
 
-def kept(path: Path | None, cases: list[tuple[str, str | None, str]]) -> list[dict[str, Any]]:
-    """Rows of an earlier run that this one does not measure again."""
-    if path is None or not path.exists():
+def kept(path: Path | None, cases: list[tuple[str, str | None, str]], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of an earlier run over the same positions that this one does not measure again."""
+    if path is None or not path.exists() or not cases:
         return []
-    return [row for row in json.loads(path.read_text())["rows"] if (row["format"], row["type"], row["scheme"]) in cases]
+    earlier = json.loads(path.read_text())
+    if (earlier["model"], earlier["text"], earlier["positions"]) != (args.model.name, args.text.name, args.positions):
+        raise SystemExit(f"{path.name} is of {earlier['positions']} positions of {earlier['text']}: give the same, or measure all formats")
+    return [row for row in earlier["rows"] if (row["format"], row["type"], row["scheme"]) in cases]
 
 
 def place(row: dict[str, Any]) -> int:
@@ -150,13 +156,23 @@ def measured(source: Model, format_name: str, kind: str | None, text: str, out: 
         found, left_out = read_back(format_name, paths, folder, artifact, prompts, out / "twin")
     except QforgeError as e:
         found, left_out = [], [str(e)]
+    held = tensors(folder)
     for verification in [*found, *(Verification("none", "", note=reason) for reason in left_out)]:
-        yield {"format": format_name, "type": kind, "scheme": text, **asdict(verification), "failed": problem(kind, scheme, verification)}
+        yield {"format": format_name, "type": kind, "scheme": text, "tensors": held, **asdict(verification), "failed": problem(kind, scheme, verification)}
+
+
+def tensors(folder: Path) -> str | None:
+    """How many tensors of each kind and type a checkpoint holds; of other files their readers tell."""
+    kinds: Counter[str] = Counter()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            kinds.update(f"{name.rpartition('.')[2]} {file.get_slice(name).get_dtype()}" for name in file.keys())  # noqa: SIM118  (a safetensors handle, not a dictionary)
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or None
 
 
 def read_back(format_name: str, paths: list[Path], folder: Path, artifact: Model, prompts: list[list[int]], scratch: Path) -> tuple[list[Verification], list[str]]:
-    """What `verify` finds, and more: transformers beside GPTQModel; bitsandbytes without its bf16 kernel; vLLM; and transformers with our rounding where activations are rounded,
-    since a code turns on differences of 1e-6."""
+    """What `verify` finds, and more: transformers beside GPTQModel; llama.cpp over the same weights in F32; bitsandbytes without its bf16 kernel; vLLM; and where activations are
+    rounded, since a code turns on differences of 1e-6, ONNX Runtime's linears one by one and transformers with our rounding."""
     scorer = RuntimeEngine(artifact)
     found, left_out = verify(format_name, paths, artifact, scorer, prompts)
     if format_name in HELD and not left_out:
@@ -170,7 +186,11 @@ def read_back(format_name: str, paths: list[Path], folder: Path, artifact: Model
         found.append(verify_in_engine(format_name, folder, artifact, scorer, prompts, engine="portable"))
     if any(s.activations is not None for s in artifact.schemes.values()):
         reference = TransformersEngine(artifact)
-        found.append(verify_execution(read(folder), artifact, reference, prompts) if format_name == "onnx" else verify_in_engine(format_name, folder, artifact, reference, prompts))
+        if format_name == "onnx":
+            found.append(verify_execution(read(folder), artifact, reference, prompts))
+            found = [onnx_rows.explained(v, folder, artifact, prompts, scratch) if v.engine == "onnxruntime" else v for v in found]
+        else:
+            found.append(verify_in_engine(format_name, folder, artifact, reference, prompts))
         if format_name == "compressed-tensors" and next(iter(map(str, artifact.schemes.values()))) in VLLM:
             try:
                 found += vllm_rows.rows(folder, artifact, prompts, scratch)

@@ -62,9 +62,14 @@ def _compared(ran: checkpoints.Executed, name: str, expected: torch.Tensor, note
 
 
 def _distance(artifact: Model, names: Sequence[str], x: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Largest difference of a product from ours over the same integers, relative to its largest value."""
+    """How far a product is from ours over the same integers."""
     with vllm_rounding():
         ours = torch.cat([numerics.linear(x, artifact.linear(name)) for name in names], 1)
+    return apart(ours, theirs)
+
+
+def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference, relative to our largest value."""
     return float((ours - theirs).abs().max() / ours.abs().max())
 
 

@@ -12,7 +12,8 @@ OPERATORS = "onnxruntime, operator by operator"
 OPENVINO = "openvino, weight by weight"
 READERS = {"llama.cpp": "gguf package", "onnxruntime": OPERATORS, "onnxruntime-genai": OPERATORS, "openvino": OPENVINO}  # engine -> who compared its weights
 
-REMARKS = ("bitsandbytes", "its ", "dequantized twin")  # how parts of a note begin that explain a figure
+TWIN = "dequantized twin"
+REMARKS = ("bitsandbytes", "its ", TWIN)  # how parts of a note begin that explain a figure
 
 
 def filled(page: str) -> str:
@@ -55,10 +56,12 @@ def _weights(row: dict[str, Any], rows: list[dict[str, Any]], engine: str | None
 
 
 def _operators(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """The operators with weights of an ONNX file or an OpenVINO model, and their types."""
-    if row["engine"] not in ("onnxruntime", "openvino"):
+    """The operators with weights of an ONNX file or an OpenVINO model, and their types; those of the tensors of a GGUF file or, beside its first run, of a checkpoint."""
+    if row["tensors"] is not None:
+        return str(row["tensors"]) if next(r for r in _same_file(row, rows) if r["executed"]) is row else ""
+    if row["engine"] not in ("onnxruntime", "openvino", "llama.cpp") or TWIN in row["note"]:
         return ""
-    return next((str(r["note"]) for r in _same_file(row, rows) if r["engine"] in (OPERATORS, OPENVINO)), "")
+    return next((str(r["note"]).rpartition("; ")[2] for r in _same_file(row, rows) if r["engine"] == READERS[row["engine"]] and r["note"]), "")
 
 
 def _equal(equal: bool | None) -> str:

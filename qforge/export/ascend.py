@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from qforge.errors import UnsupportedError
-from qforge.export.hf import older_rope, weight_shape, write_checkpoint
+from qforge.export.hf import older_rope, packed_linear, weight_shape, write_checkpoint
 from qforge.export.writer import SHARD_BYTES, Piece
 from qforge.layouts.ascend import FILE, Ascend
 from qforge.models.model import Model
 from qforge.models.tying import HEAD
-from qforge.models.weights import TensorInfo
 
 _LOWEST_LAST = ("W8A16", "W8A8_DYNAMIC", "W4A16")  # a model of several kinds is called by the lowest, as msmodelslim does
 
@@ -52,12 +49,7 @@ class AscendExporter:
         layout = Ascend()
 
         def packed(module: str) -> Piece:
-            shapes = layout.shapes(model.schemes[module], *weight_shape(model, module))
-
-            def read() -> dict[str, torch.Tensor]:
-                return {f"{module}.{part}": tensor for part, tensor in layout.pack(model.linear(module)).items()}
-
-            return Piece({f"{module}.{part}": TensorInfo(size, dtype) for part, (size, dtype) in shapes.items()}, read)
+            return packed_linear(model, module, layout.shapes(model.schemes[module], *weight_shape(model, module)), layout.pack)
 
         told = {"config.json": older_rope(model.config), FILE: description(model)}
         return write_checkpoint(folder, model, packed, lambda: told, shard_bytes=self.shard_bytes, stem="quant_model_weights")

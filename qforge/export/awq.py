@@ -11,12 +11,11 @@ import torch
 
 from qforge.errors import UnsupportedError
 from qforge.export.gptq import left_alone
-from qforge.export.hf import unquantized_linears, weight_shape, write_checkpoint
+from qforge.export.hf import packed_linear, unquantized_linears, weight_shape, write_checkpoint
 from qforge.export.writer import SHARD_BYTES, Piece
 from qforge.layouts.autoawq import AutoAwq
 from qforge.models.model import Model
 from qforge.models.tying import HEAD
-from qforge.models.weights import TensorInfo
 from qforge.scheme import Per, Scheme
 
 
@@ -53,8 +52,7 @@ class AwqExporter:
             raise UnsupportedError(f"AWQ: {reason}")
 
         def packed(module: str) -> Piece:
-            infos = _infos(model.schemes[module], *weight_shape(model, module))
-            return Piece({f"{module}.{n}": i for n, i in infos.items()}, lambda: {f"{module}.{n}": t for n, t in AutoAwq().pack(model.linear(module)).items()})
+            return packed_linear(model, module, _shapes(model.schemes[module], *weight_shape(model, module)), AutoAwq().pack)
 
         settings = quantization_config(model.schemes, unquantized_linears(model, model.schemes))
         return write_checkpoint(folder, model, packed, lambda: {"config.json": {"quantization_config": settings}}, shard_bytes=self.shard_bytes)
@@ -82,10 +80,11 @@ def _group_size(scheme: Scheme) -> int:
     return scheme.granularity.columns if scheme.granularity.per is Per.GROUP else -1
 
 
-def _infos(scheme: Scheme, out_features: int, in_features: int) -> dict[str, TensorInfo]:
+def _shapes(scheme: Scheme, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor."""
     columns = scheme.scale_shape(out_features, in_features)[1]
     return {
-        "qweight": TensorInfo((in_features, out_features // 8), torch.int32),
-        "qzeros": TensorInfo((columns, out_features // 8), torch.int32),
-        "scales": TensorInfo((columns, out_features), torch.float16),
+        "qweight": ((in_features, out_features // 8), torch.int32),
+        "qzeros": ((columns, out_features // 8), torch.int32),
+        "scales": ((columns, out_features), torch.float16),
     }

@@ -13,13 +13,13 @@ import torch
 
 from qforge import __version__
 from qforge.errors import UnsupportedError
-from qforge.export.hf import unquantized_linears, weight_shape, write_checkpoint
+from qforge.export.hf import packed_linear, unquantized_linears, weight_shape, write_checkpoint
 from qforge.export.writer import SHARD_BYTES, Piece
 from qforge.layouts.autogptq import AutoGptq
 from qforge.layouts.bits import words_for
 from qforge.models.model import Model
 from qforge.models.tying import HEAD
-from qforge.models.weights import TensorInfo
+from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Per, Scheme
 
 
@@ -60,14 +60,13 @@ class GptqExporter:
         layout = layout_for(model.schemes)
         ordered = False
 
-        def packed(module: str) -> Piece:
-            def read() -> dict[str, torch.Tensor]:
-                nonlocal ordered
-                q = model.linear(module)
-                ordered = ordered or q.group_index is not None
-                return {f"{module}.{name}": tensor for name, tensor in layout.pack(q).items()}
+        def pack(q: QuantizedLinear) -> dict[str, torch.Tensor]:
+            nonlocal ordered
+            ordered = ordered or q.group_index is not None
+            return layout.pack(q)
 
-            return Piece({f"{module}.{name}": info for name, info in _infos(model.schemes[module], *weight_shape(model, module)).items()}, read)
+        def packed(module: str) -> Piece:
+            return packed_linear(model, module, _shapes(model.schemes[module], *weight_shape(model, module)), pack)
 
         def told() -> dict[str, dict[str, Any]]:
             settings = quantization_config(model.schemes, unquantized_linears(model, model.schemes), desc_act=ordered)
@@ -117,11 +116,12 @@ def _settings(scheme: Scheme) -> tuple[int, int]:
     return scheme.bits, scheme.granularity.columns if scheme.granularity.per is Per.GROUP else -1
 
 
-def _infos(scheme: Scheme, out_features: int, in_features: int) -> dict[str, TensorInfo]:
+def _shapes(scheme: Scheme, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor."""
     columns = scheme.scale_shape(out_features, in_features)[1]
     return {
-        "qweight": TensorInfo((words_for(in_features, scheme.bits), out_features), torch.int32),
-        "qzeros": TensorInfo((columns, words_for(out_features, scheme.bits)), torch.int32),
-        "scales": TensorInfo((columns, out_features), torch.float16),
-        "g_idx": TensorInfo((in_features,), torch.int32),
+        "qweight": ((words_for(in_features, scheme.bits), out_features), torch.int32),
+        "qzeros": ((columns, words_for(out_features, scheme.bits)), torch.int32),
+        "scales": ((columns, out_features), torch.float16),
+        "g_idx": ((in_features,), torch.int32),
     }

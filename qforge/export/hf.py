@@ -158,6 +158,12 @@ def weight_shape(model: Model, module: str) -> tuple[int, int]:
     return rows, columns
 
 
+def packed_linear(model: Model, module: str, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], pack: Callable[[QuantizedLinear], Mapping[str, torch.Tensor]]) -> Piece:
+    """A quantized linear as the tensors that a layout makes of it, each under its part of the name."""
+    infos = {f"{module}.{part}": TensorInfo(shape, dtype) for part, (shape, dtype) in shapes.items()}
+    return Piece(infos, lambda: {f"{module}.{part}": tensor for part, tensor in pack(model.linear(module)).items()})
+
+
 def _plain(model: Model, name: str, changed: torch.Tensor | None) -> Piece:
     def read() -> dict[str, torch.Tensor]:
         tensor = model.weights.read(name) if changed is None else changed.to(model.weights.info(name).dtype)

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from qforge.errors import UnsupportedError
-from qforge.export.hf import older_rope, weight_shape, write_checkpoint
+from qforge.export.hf import older_rope, packed_linear, weight_shape, write_checkpoint
 from qforge.export.writer import SHARD_BYTES, Piece
 from qforge.layouts.mlx import Mlx
 from qforge.models.model import Model
-from qforge.models.weights import TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +45,7 @@ class MlxExporter:
         layout = Mlx()
 
         def packed(module: str) -> Piece:
-            scheme, shape = model.schemes[module], weight_shape(model, module)
-
-            def read() -> dict[str, torch.Tensor]:
-                return {f"{module}.{part}": tensor for part, tensor in layout.pack(model.linear(module)).items()}
-
-            return Piece({f"{module}.{part}": TensorInfo(size, dtype) for part, (size, dtype) in layout.shapes(scheme, *shape).items()}, read)
+            return packed_linear(model, module, layout.shapes(model.schemes[module], *weight_shape(model, module)), layout.pack)
 
         return write_checkpoint(folder, model, packed, lambda: {"config.json": {"quantization": _settings(model), **older_rope(model.config)}}, shard_bytes=self.shard_bytes)
 

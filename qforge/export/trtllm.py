@@ -10,12 +10,11 @@ import torch
 
 from qforge import __version__
 from qforge.errors import UnsupportedError
-from qforge.export.hf import older_rope, unquantized_linears, weight_shape, write_checkpoint
+from qforge.export.hf import older_rope, packed_linear, unquantized_linears, weight_shape, write_checkpoint
 from qforge.export.writer import SHARD_BYTES, Piece
 from qforge.layouts.trtllm import FILE, TrtLlm
 from qforge.models.model import Model
 from qforge.models.tying import HEAD
-from qforge.models.weights import TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +53,7 @@ class TrtLlmExporter:
         layout = TrtLlm(model.dtype)
 
         def packed(module: str) -> Piece:
-            shapes = layout.shapes(model.schemes[module], *weight_shape(model, module))
-
-            def read() -> dict[str, torch.Tensor]:
-                return {f"{module}.{part}": tensor for part, tensor in layout.pack(model.linear(module)).items()}
-
-            return Piece({f"{module}.{part}": TensorInfo(size, dtype) for part, (size, dtype) in shapes.items()}, read)
+            return packed_linear(model, module, layout.shapes(model.schemes[module], *weight_shape(model, module)), layout.pack)
 
         told = {"config.json": older_rope(model.config), FILE: settings(model)}
         return write_checkpoint(folder, model, packed, lambda: told, shard_bytes=self.shard_bytes)

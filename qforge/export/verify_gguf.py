@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -45,15 +46,15 @@ def verify_gguf(path: Path, model: Model, scorer: Scorer, prompts: Sequence[Sequ
 def verify_gguf_weights(path: Path, model: Model) -> Verification:
     """Every tensor of the file, dequantized by the gguf package, against the model's: equal bit for bit?"""
     tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
-    names = gguf_names(model.config.model_type, model.config.num_hidden_layers)
+    names, types = gguf_names(model.config.model_type, model.config.num_hidden_layers), _types(tensors.values())
     unequal = []
     for name, expected in _expected(model):
         found = tensors.pop(names[name], None)
         if found is None or not torch.equal(_dequantized(found, name, model), expected + gguf_norm_offset(model.config.model_type, name)):
             unequal.append(name)
     extra = sorted(set(tensors) - {"rope_freqs.weight"})
-    note = f"unequal: {', '.join(unequal[:3])} and {max(0, len(unequal) - 3)} more" if unequal else f"not in the model: {', '.join(extra)}" if extra else None
-    return Verification("gguf package", version("gguf"), weights_equal=not unequal and not extra, note=note)
+    problem = f"unequal: {', '.join(unequal[:3])} and {max(0, len(unequal) - 3)} more; " if unequal else f"not in the model: {', '.join(extra)}; " if extra else ""
+    return Verification("gguf package", version("gguf"), weights_equal=not unequal and not extra, note=problem + types)
 
 
 def requantized_weights(path: Path, model: Model, scorer: Scorer, engine: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:
@@ -61,17 +62,20 @@ def requantized_weights(path: Path, model: Model, scorer: Scorer, engine: Scorer
     tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
     names = gguf_names(model.config.model_type, model.config.num_hidden_layers)
     wrong = right = 0.0
-    kinds: set[str] = set()
     for name, expected in _expected(model):
         if expected.dim() == 2:
-            kinds.add(tensors[names[name]].tensor_type.name)
             wrong += float((_dequantized(tensors[names[name]], name, model) - expected).square().sum())
             right += float(expected.square().sum())
     kl, same_first, _ = agreement(next_token_logprobs(scorer, prompts), next_token_logprobs(engine, prompts))
-    mix = f"{path.stem.removeprefix('model-')} ({', '.join(sorted(kinds))})"
     moved = f"a KL divergence of {kl:.3g} in our runtime, the same first token at {same_first:.1%} of {len(prompts)} positions"
-    note = f"requantized to {mix}, not the model's own integers: weights off by {(wrong / max(right, 1e-30)) ** 0.5:.2%}, {moved}"
+    mix, off = path.stem.removeprefix("model-"), (wrong / max(right, 1e-30)) ** 0.5
+    note = f"requantized to {mix}, not the model's own integers: weights off by {off:.2%}, {moved}; {_types(tensors.values())}"
     return Verification("gguf package", version("gguf"), note=note)
+
+
+def _types(tensors: Iterable[gguf.ReaderTensor]) -> str:
+    """How many tensors of each type: `13 F32, 42 Q4_0`."""
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(t.tensor_type.name for t in tensors).items()))
 
 
 def _expected(model: Model) -> Iterator[tuple[str, torch.Tensor]]:

@@ -70,17 +70,25 @@ def _assets(header: GgufHeader, config: PretrainedConfig) -> Path:
             backend = tokenizer.backend_tokenizer
             backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), backend.pre_tokenizer])
         tokenizer.save_pretrained(folder)
-        _trust_tokenizer_json(folder / "tokenizer_config.json")
+        _as_the_file_says(folder, config.vocab_size)
         ends = [header.metadata[k] for k in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if k in header.metadata]
         generation = {"bos_token_id": config.bos_token_id, "eos_token_id": ends[0] if len(set(ends)) == 1 else sorted(set(ends)) or None, "pad_token_id": config.pad_token_id}
         (folder / "generation_config.json").write_text(json.dumps({k: v for k, v in generation.items() if v is not None}, indent=1) + "\n")
         config.to_json_file(folder / "config.json")
 
-    return cached_folder("gguf-assets", digest("2", header.sha256, transformers_version)[:32], build)
+    return cached_folder("gguf-assets", digest("3", header.sha256, transformers_version)[:32], build)
 
 
-def _trust_tokenizer_json(path: Path) -> None:
-    """Name the class that takes tokenizer.json as it is: families' own classes (Qwen2Tokenizer, ...) build another splitting than the file's when they load it."""
-    config = json.loads(path.read_bytes())
-    kept = {k: v for k, v in config.items() if k not in ("is_local", "local_files_only")}
-    path.write_text(json.dumps(kept | {"tokenizer_class": "TokenizersBackend"}, indent=2, ensure_ascii=False) + "\n")
+def _as_the_file_says(folder: Path, vocab_size: int) -> None:
+    """Take back what transformers' classes add to a file's tokenizer.
+
+    The class is named that takes tokenizer.json as it is, because families' own (Qwen2Tokenizer, ...) build another splitting than the file's when they load it; and tokens that
+    the model does not embed go (Gemma's class adds `<mask>`).
+    """
+    words = json.loads((folder / "tokenizer.json").read_bytes())
+    foreign = {t["content"] for t in words["added_tokens"] if t["id"] >= vocab_size}
+    words["added_tokens"] = [t for t in words["added_tokens"] if t["content"] not in foreign]
+    config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    kept = {k: v for k, v in config.items() if k not in ("is_local", "local_files_only") and not (isinstance(v, str) and v in foreign)}
+    for name, content in (("tokenizer.json", words), ("tokenizer_config.json", kept | {"tokenizer_class": "TokenizersBackend"})):
+        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")

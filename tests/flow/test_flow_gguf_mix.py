@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import gguf
@@ -49,7 +50,7 @@ def test_the_export_says_that_it_requantized_and_is_run_by_llama_cpp(run):
     folder, results = run
     (export,) = results.exports
     assert export.lossless is None
-    assert "requantized to q4_k_m (Q4_K, Q5_0, Q6_K, Q8_0)" in export.verified_by[0].note
+    assert re.search(r"^requantized to q4_k_m, .*; \d+ F32, \d+ Q4_K, \d+ Q5_0, \d+ Q6_K, \d+ Q8_0$", export.verified_by[0].note)
     assert export.verified_by[1].engine == "llama.cpp"
     assert export.verified_by[1].kl_mean < 0.05
     assert sorted(p.name for p in (folder / "out" / "exports" / "gguf").iterdir()) == ["imatrix.gguf", "model-q4_k_m.gguf"]

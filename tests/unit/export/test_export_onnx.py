@@ -54,11 +54,11 @@ def agrees(model, folder, bound=1e-9, engine=TransformersEngine):
     return kl
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "text"), [("matmulnbits", "int4-g32-sym"), ("qdq", "int4-g32-sym"), ("qdq", "fp8-e4m3-channel")])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_families(tmp_path, family, kind, tied):
-    model = quantized(opened(tmp_path, family, torch.bfloat16, tied=tied), overrides={"down_proj": "int8-g64-sym"}, ignore=("o_proj",))
+def test_families(tmp_path, family, kind, text, tied):
+    model = quantized(opened(tmp_path, family, torch.bfloat16, tied=tied), text, overrides={"down_proj": "int8-g64-sym"}, ignore=("o_proj",))
     folder = written(model, tmp_path / "out", kind)
     found = verify_weights(read(folder), model)
     assert found.weights_equal, found.note

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny
@@ -20,6 +22,8 @@ from qforge.export.onnx import OnnxExporter
 from qforge.export.tensorrt import TensorrtExporter
 from qforge.export.verify import verify
 from qforge.models.model import open_model
+
+STORIES = Path(os.environ.get("QFORGE_STORIES15M", "stories15M"))
 
 
 def opened(tmp_path, family="llama", **options):
@@ -101,6 +105,26 @@ def test_tensorrt_rtx_takes_every_family_and_two_architectures_at_once(tmp_path,
     pytest.importorskip("tensorrt_rtx")
     monkeypatch.setenv("QFORGE_CACHE", str(tmp_path / "cache"))
     model = quantized(opened(tmp_path, family, **({"layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 16} if family == "gemma3_text" else {})))
-    TensorrtExporter("sm89+sm120").write(model, tmp_path / "out")
+    built_for_two(model, tmp_path / "out")
     assert missing(("sm89",)) is None
     assert OnnxExporter("qdq-f16").check(model) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not STORIES.is_dir(), reason="QFORGE_STORIES15M names no folder with the stories15M model")
+@pytest.mark.parametrize("text", ["int4-g32-sym", "int8-channel-sym", "fp8-e4m3-tensor"])
+def test_tensorrt_rtx_builds_a_real_model(tmp_path, monkeypatch, text):
+    pytest.importorskip("tensorrt_rtx")
+    monkeypatch.setenv("QFORGE_CACHE", str(tmp_path / "cache"))
+    built_for_two(quantized(open_model(str(STORIES)), text), tmp_path / "out")
+
+
+def built_for_two(model, folder):
+    """An engine of its own for each of two architectures in one file, and the ONNX file's numbers by ONNX Runtime."""
+    paths = TensorrtExporter("sm89+sm120").write(model, folder)
+    assert (folder / "model.engine").stat().st_size > 10_000
+    done, left_out = verify("tensorrt", paths, model, TransformersEngine(model), [[5, 6, 7, 8], list(range(9, 60))])
+    assert done[0].weights_equal
+    assert done[1].executed
+    assert done[1].kl_mean < 1e-4
+    assert "not executed" in left_out[-1]

@@ -118,6 +118,7 @@ def test_an_f32_file_computes_what_its_model_computes(bases: dict[str, Path], tm
     assert model.spec.attention_bias == (family == "qwen2")
     text = "The miller, 12 sacks.\n\nEnd"
     assert model.tokenizer().encode(text) == AutoTokenizer.from_pretrained(bases[family]).encode(text)
+    assert model.tokenizer().get_vocab() == AutoTokenizer.from_pretrained(bases[family]).get_vocab()
     assert model.tokenizer().chat_template == AutoTokenizer.from_pretrained(bases[family]).chat_template
 
 

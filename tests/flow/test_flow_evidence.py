@@ -173,7 +173,7 @@ def test_a_bos_doubled_or_dropped_by_an_engine(tmp_path: Path, count: int) -> No
     assert held(before, after).changed == {"engines": [f"engine: {before.engine} -> sabotaged 1"]}
     first, last = after.kl_by_position[0], after.kl_by_position[-1]
     assert first.kl_mean > 3 * last.kl_mean or count > 0  # a dropped one hurts where the window begins
-    assert all(p.returned <= 0 for p in blame(model, artifact, text.ids).parts if p.kl_mean > before.kl_mean)  # type: ignore[operator]
+    assert all(p.returned <= 0 for p in blame(model, artifact, text.ids, tokens=10**6).parts if p.kl_mean > before.kl_mean)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("sabotage", ["a BOS too many", "no first token"])

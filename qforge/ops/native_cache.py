@@ -27,6 +27,7 @@ class NativeCache:
 
     def __init__(self, kind: str, blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> None:
         assert block_size % LANES == 0, block_size
+        assert kind != "int8" or head_dim <= 512, f"sums of {head_dim} products of 8 and 16 bits do not fit 32"
         name, dtype = CACHE_TYPES[kind]
         wide = -(-head_dim // LANES) * LANES
         native: Any = module()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from native_layers import NativeLayers
@@ -118,3 +120,28 @@ def test_keys_and_values_at_the_ends_of_their_range_are_kept(kind: str) -> None:
         batch = Batch(one, one, torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32))
         y = ops.attention(torch.cat([torch.zeros(8), value]).view(1, -1), a, cache, (torch.ones(1, 2), torch.zeros(1, 2)), batch)[0]
         torch.testing.assert_close(y, wanted, rtol=1e-6, atol=0)
+
+
+def _one_query(ops: NativeLayers, key: float, value: float, query: float, positions: int) -> torch.Tensor:
+    """What the last of `positions` equal tokens (one head, 4 wide, not rotated) attends to."""
+    a = AttentionParameters(1, 1, 4, 0, 1.0, None, None, 1e-6)
+    blocks = -(-positions // 16)
+    cache, places = ops.cache(blocks, 16, 1, 4), torch.arange(positions)
+    batch = Batch(places, places, torch.arange(blocks, dtype=torch.int32)[None], torch.tensor([0, positions], dtype=torch.int32))
+    row = torch.tensor([query] * 4 + [key] * 4 + [value] * 4)
+    return ops.attention(row.repeat(positions, 1), a, cache, (torch.ones(positions, 2), torch.zeros(positions, 2)), batch)[-1]
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("positions", [511, 512, 513, 1500])
+def test_weights_that_are_all_alike_mix_to_the_value(kind: str, positions: int) -> None:
+    """The largest sums of 8 x 16 bits that there are: 32 bits hold those of 512 positions."""
+    for isa in instruction_sets():
+        y = _one_query(NativeLayers(1, isa, kind), 0.0, -3.0, 1.0, positions)
+        torch.testing.assert_close(y, torch.full((4,), -3.0), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8"])
+def test_a_query_that_is_no_number_is_not_hidden(kind: str) -> None:
+    for isa in instruction_sets():
+        assert _one_query(NativeLayers(1, isa, kind), 1.0, 1.0, math.nan, 20).isnan().all()

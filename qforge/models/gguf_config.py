@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,8 +29,8 @@ def gguf_config(header: GgufHeader) -> PretrainedConfig:
     architecture = header.architecture
     if architecture not in FAMILIES:
         raise ModelError(f"{header.path} holds a model of the architecture '{architecture}'; qforge reads {', '.join(FAMILIES)} from GGUF (a Hugging Face directory may do)")
-    if int(header.metadata.get("split.count", 1)) > 1:
-        raise ModelError(f"{header.path} is one of {header.metadata['split.count']} parts; join them first: llama-gguf-split --merge")
+    if (parts := header.metadata.get("split.count", 1)) not in (0, 1):
+        raise ModelError(f"{header.path} is one of {parts} parts; join them first: llama-gguf-split --merge")
     get = _Keys(header)
     if get.optional("expert_count", 0):
         raise ModelError(f"{header.path} is a mixture of experts; these are not available yet")
@@ -49,10 +50,14 @@ class _Keys:
         self._header = header
 
     def required(self, key: str, kind: type) -> Any:
-        value = self.optional(key, None)
+        return self.number(key, None, kind)
+
+    def number(self, key: str, default: Any, kind: type) -> Any:
+        """A positive number where the file has the key or there is no default."""
+        value = self.optional(key, default)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]  # one value a layer, all the same
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
             raise ModelError(f"{self._header.path}: its metadata say {value!r} for {self._header.architecture}.{key}, where one positive number is needed")
         return kind(value)
 
@@ -62,18 +67,21 @@ class _Keys:
 
 def _sizes(header: GgufHeader, get: _Keys, family: str) -> dict[str, Any]:
     hidden, heads = get.required("embedding_length", int), get.required("attention.head_count", int)
-    head_dim = int(get.optional("attention.key_length", get.optional("rope.dimension_count", hidden // heads)))
-    if int(get.optional("rope.dimension_count", head_dim)) != head_dim or int(get.optional("attention.value_length", head_dim)) != head_dim:
+    head_dim = get.number("attention.key_length", get.optional("rope.dimension_count", hidden // heads), int)
+    if get.number("rope.dimension_count", head_dim, int) != head_dim or get.number("attention.value_length", head_dim, int) != head_dim:
         raise ModelError(f"{header.path}: its heads have parts of different widths (rotary, key, value); these are not available")
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{header.path} has no token_embd.weight, so it is no complete language model")
+    layers, held = get.required("block_count", int), 1 + max((int(m[1]) for n in header.tensors if (m := re.match(r"blk\.(\d+)\.", n))), default=-1)
+    if layers != held:
+        raise ModelError(f"{header.path}: its metadata say {layers} blocks, and it holds tensors of {held}")
     values = {
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": get.required("attention.head_count_kv", int) if get.optional("attention.head_count_kv", None) is not None else heads,
         "head_dim": head_dim,
-        "num_hidden_layers": get.required("block_count", int),
+        "num_hidden_layers": layers,
         "intermediate_size": get.required("feed_forward_length", int),
         "max_position_embeddings": get.required("context_length", int),
         "rms_norm_eps": get.required("attention.layer_norm_rms_epsilon", float),
@@ -100,13 +108,13 @@ def _scaling(header_path: Any, get: _Keys) -> dict[str, Any]:
         return {"rope_type": "linear", "factor": get.required("rope.scaling.factor", float)}
     if kind == "yarn":
         found = {"rope_type": "yarn", "factor": get.required("rope.scaling.factor", float)}
-        original = get.optional("rope.scaling.original_context_length", None)
-        return found if original is None else found | {"original_max_position_embeddings": int(original)}
+        key = "rope.scaling.original_context_length"
+        return found if get.optional(key, None) is None else found | {"original_max_position_embeddings": get.required(key, int)}
     raise ModelError(f"{header_path}: rotary scaling of the kind '{kind}' is not available; none, linear and yarn are")
 
 
 def _rope(header: GgufHeader, get: _Keys, head_dim: int) -> dict[str, Any]:
-    theta = float(get.optional("rope.freq_base", 10000.0))
+    theta = get.number("rope.freq_base", 10000.0, float)
     found = {"rope_theta": theta, **_scaling(header.path, get)}
     return found | _llama3_scaling(header, theta, head_dim) if "rope_freqs.weight" in header.tensors else found
 
@@ -142,12 +150,12 @@ def _divisor(frequency: float, p: Mapping[str, Any]) -> float:
 def _gemma3(get: _Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     layers, head_dim = sizes["num_hidden_layers"], sizes["head_dim"]
     pattern = get.optional("attention.sliding_window_pattern", _GEMMA3_PERIOD)
-    sliding = pattern if isinstance(pattern, list) else [(i + 1) % int(pattern) != 0 for i in range(layers)]
-    full = {"rope_theta": float(get.optional("rope.freq_base", 1_000_000.0)), **_scaling("gemma3", get)}
+    sliding = pattern if isinstance(pattern, list) else [(i + 1) % get.number("attention.sliding_window_pattern", _GEMMA3_PERIOD, int) != 0 for i in range(layers)]
+    full = {"rope_theta": get.number("rope.freq_base", 1_000_000.0, float), **_scaling("gemma3", get)}
     return {
         "query_pre_attn_scalar": sizes["hidden_size"] // sizes["num_attention_heads"] if layers == _GEMMA3_27B_LAYERS else head_dim,
         "sliding_window": get.required("attention.sliding_window", int),
         "layer_types": ["sliding_attention" if s else "full_attention" for s in sliding],
-        "rope_parameters": {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": float(get.optional("rope.freq_base_swa", 10_000.0))}},
+        "rope_parameters": {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": get.number("rope.freq_base_swa", 10_000.0, float)}},
         "final_logit_softcapping": get.optional("final_logit_softcapping", None),
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import struct
 import time
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qforge.errors import ModelError
 from qforge.models import names
+from qforge.models.gguf_config import gguf_config
 from qforge.models.gguf_header import read_gguf_header
 from qforge.models.model import open_model
 
@@ -190,6 +193,23 @@ def test_models_that_are_not_read_from_gguf_are_named(bases: dict[str, Path], tm
     write(tmp_path / "x.gguf", bases["llama"], extra=lambda w: w.add_tensor("blk.0.surprise.weight", np.ones(4, dtype=np.float32)))
     with pytest.raises(ModelError, match=r"blk\.0\.surprise\.weight"):
         open_model("x.gguf", folder=tmp_path)
+
+
+@pytest.mark.parametrize("value", ["x", math.nan, math.inf, -1.0, [1, 2]], ids=str)
+@pytest.mark.parametrize("key", ["block_count", "embedding_length", "context_length", "attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base"])
+def test_metadata_of_another_kind_are_one_message(bases: dict[str, Path], tmp_path: Path, key: str, value: Any) -> None:
+    header = read_gguf_header(write(tmp_path / "m.gguf", bases["llama"]))
+    header.metadata[f"llama.{key}"] = value
+    with pytest.raises(ModelError, match=re.escape(f"llama.{key}, where one positive number is needed")):
+        gguf_config(header)
+
+
+@pytest.mark.parametrize(("key", "value", "message"), [("llama.block_count", 2**31, "2147483648 blocks, and it holds tensors of"), ("split.count", "x", "one of x parts")])
+def test_counts_that_the_tensors_do_not_bear_out_are_refused_at_once(bases: dict[str, Path], tmp_path: Path, key: str, value: Any, message: str) -> None:
+    header = read_gguf_header(write(tmp_path / "m.gguf", bases["llama"]))
+    header.metadata[key] = value
+    with pytest.raises(ModelError, match=message):
+        gguf_config(header)
 
 
 def head(num_tensors: int, num_pairs: int, rest: bytes = b"", version: int = 3, magic: bytes = b"GGUF") -> bytes:

@@ -18,6 +18,7 @@ from qforge.engines import checkpoints
 from qforge.engines.base import Scorer
 from qforge.errors import MissingCapabilityError
 from qforge.export.agreement import agreement, next_token_logprobs
+from qforge.export.verify_packed import others
 from qforge.models.config import read_json
 from qforge.models.model import Model
 from qforge.types import Verification
@@ -84,7 +85,7 @@ def verify_words(folder: Path, model: Model) -> Verification:
                     equal = part in parts or torch.equal(f.get_tensor(name), model.weights.read(name))
                 if not equal:
                     unequal.append(name)
-    missing = sorted(set(model.schemes) - seen)
+    missing = sorted({*model.schemes, *others(model)} - seen)
     note = f"unequal or missing: {', '.join([*unequal, *missing][:3])}" if unequal or missing else None
     return Verification("qforge's second unpacking of what safetensors reads", version("safetensors"), weights_equal=not unequal and not missing, note=note)
 
@@ -100,6 +101,8 @@ def _words_equal(tensors: dict[str, np.ndarray], model: Model, module: str, sett
         codes = _unpacked(tensors["qweight"].T, bits)[:, : q.in_features]
         zeros = _unpacked(tensors["qzeros"], bits).T + (0 if settings["checkpoint_format"] == "gptq_v2" else 1)
         index = tensors["g_idx"]
+        if not np.all((index >= 0) & (index < zeros.shape[1])):
+            return False
     middle = 2 ** (bits - 1) if q.scheme.symmetric else 0
     if not np.array_equal(codes - middle, q.codes.numpy().astype(np.int16)):
         return False

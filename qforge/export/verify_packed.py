@@ -21,6 +21,11 @@ FORMATS = {
 }
 
 
+def others(model: Model) -> set[str]:
+    """Names of what a checkpoint holds beside the weights of quantized linears."""
+    return {n for n in model.weights.names() if not (n.endswith(".weight") and n.removesuffix(".weight") in model.schemes)}
+
+
 def verify_packed(format_name: str, folder: Path, model: Model) -> tuple[list[Verification], list[str]]:
     """Read a checkpoint back; see `verify.verify`."""
     unequal, seen = [], set()
@@ -36,9 +41,10 @@ def verify_packed(format_name: str, folder: Path, model: Model) -> tuple[list[Ve
                     equal = _equal({n.rpartition(".")[2]: f.get_tensor(n) for n in names if n.rpartition(".")[0] == module}, model.linear(module))
                 else:
                     equal = torch.equal(f.get_tensor(name), model.weights.read(name))
+                    seen.add(name)
                 if not equal:
                     unequal.append(name)
-    wrong = [*unequal, *sorted(set(model.schemes) - seen)]
+    wrong = [*unequal, *sorted({*model.schemes, *others(model)} - seen)]
     note = f"unequal or missing: {', '.join(wrong[:3])}" if wrong else None
     return [Verification("qforge's second unpacking of what safetensors reads", version("safetensors"), weights_equal=not wrong, note=note)], [FORMATS[format_name]]
 

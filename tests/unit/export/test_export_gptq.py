@@ -34,15 +34,27 @@ def test_integers_equal_the_artifact(tmp_path, source, text):
     assert found.weights_equal, found.note
 
 
-def test_verification_sees_one_wrong_bit(tmp_path, source):
+@pytest.mark.parametrize("name", ["mlp.up_proj.qweight", "mlp.up_proj.qzeros", "mlp.up_proj.scales", "mlp.up_proj.g_idx", "input_layernorm.weight"])
+def test_verification_sees_one_wrong_bit(tmp_path, source, name):
     model = quantized(source)
     GptqExporter().write(model, tmp_path / "out")
     tensors = load_file(tmp_path / "out/model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.qweight"][3, 5] ^= 1 << 9
+    tensors[f"model.layers.1.{name}"].reshape(-1).view(torch.uint8)[4] ^= 1 << 2
     save_file(tensors, tmp_path / "out/model.safetensors")
     found = verify_words(tmp_path / "out", model)
     assert found.weights_equal is False
-    assert "model.layers.1.mlp.up_proj" in found.note
+    assert f"model.layers.1.{name.rpartition('.')[0]}" in found.note
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.input_layernorm.weight", "model.layers.0.self_attn.q_proj"])
+def test_verification_sees_what_is_lost(tmp_path, source, name):
+    model = quantized(source)
+    GptqExporter().write(model, tmp_path / "out")
+    tensors = {n: t for n, t in load_file(tmp_path / "out/model.safetensors").items() if n != name and not n.startswith(f"{name}.")}
+    save_file(tensors, tmp_path / "out/model.safetensors")
+    found = verify_words(tmp_path / "out", model)
+    assert found.weights_equal is False
+    assert name in found.note
 
 
 def test_settings(tmp_path, source):

@@ -57,6 +57,10 @@ def test_what_nothing_here_runs_holds_our_weights(tmp_path, name, text):
     (found,), _ = verify_packed(name, tmp_path / "out", model)
     assert found.weights_equal is False
     assert "layers.1.mlp.up_proj" in found.note
+    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
+    save_file(tensors, file)
+    (found,), _ = verify_packed(name, tmp_path / "out", model)
+    assert found.note == "unequal or missing: model.layers.1.mlp.up_proj, model.norm.weight"
 
 
 def test_what_tensorrt_llm_is_told(tmp_path):

@@ -30,9 +30,12 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
         ModelError: its files are damaged, or need something that is not there.
     """
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as e:  # transformers and tokenizers raise many kinds, a bare Exception among them
         raise ModelError(f"the tokenizer in {folder} cannot be loaded: {str(e).strip().splitlines()[0]}") from e
+    if not isinstance(tokenizer.model_max_length, (int, float)):
+        raise ModelError(f"the tokenizer in {folder} cannot be used: model_max_length in tokenizer_config.json is {tokenizer.model_max_length!r}, where a number is needed")
+    return tokenizer
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qforge.ops.native_cache import NativeCache
+from qforge.errors import UnsupportedError
+from qforge.ops.native_cache import NativeCache, bytes_per_token
 from qforge.ops.native_module import context, module
 from qforge.ops.native_weight import address
 from qforge.runtime.native_model import NativeLayer, NativeModel, NativePart, NativeProduct
@@ -36,7 +37,13 @@ class NativeDecoder:
         spec = model.spec
         self.spec, self._model, self._native = spec, model, native
         self._tables = [RopeTable(f.view(np.float32)) for f in model.frequencies]
-        self._caches = [NativeCache(kv_cache, num_blocks, block_size, spec.num_kv_heads, spec.head_dim) for _ in model.layers]
+        try:
+            self._caches = [NativeCache(kv_cache, num_blocks, block_size, spec.num_kv_heads, spec.head_dim) for _ in model.layers]
+        except (MemoryError, ValueError) as e:  # numpy's words for more than there is, and for more than can be addressed
+            need = num_blocks * block_size * len(model.layers) * bytes_per_token(kv_cache, spec.num_kv_heads, spec.head_dim)
+            raise UnsupportedError(
+                f"a key/value cache of {num_blocks * block_size} tokens takes {need / 2**30:,.1f} GiB, more than can be had here; give a smaller num_blocks"
+            ) from e
         layers = [self._layer(i, layer) for i, layer in enumerate(model.layers)]
         activation = {"silu": native.Activation.SILU, "gelu_pytorch_tanh": native.Activation.GELU_TANH}[spec.hidden_act]
         self._decoder = native.Decoder(

@@ -199,3 +199,10 @@ def test_a_hub_id_without_a_network_is_a_missing_capability(tmp_path: Path, monk
     (tmp_path / "some-org").mkdir()
     with pytest.raises(ModelError, match="there is no model at"):
         open_model("some-org/some-model", folder=tmp_path)
+
+
+def test_a_longest_text_that_is_no_number_is_named(copy: Path) -> None:
+    file = copy / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": "512"}))
+    with pytest.raises(ModelError, match=r"model_max_length in tokenizer_config\.json is '512'"):
+        open_model(str(copy)).tokenizer()

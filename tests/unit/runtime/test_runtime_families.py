@@ -7,6 +7,7 @@ import torch
 from runtime_models import FAMILIES, greedy, model, prompts, quantized, transformers_model
 from tolerances import LOGITS
 
+from qforge.errors import UnsupportedError
 from qforge.runtime import LLM, SamplingParams
 from qforge.runtime.decoder import Decoder
 from qforge.runtime.loader import read
@@ -120,3 +121,9 @@ def test_an_untied_head_of_integers_equals_transformers_on_them(head: str) -> No
         wanted = theirs(torch.tensor([window])).logits[0, :-1]
     difference = (torch.cat(list(LLM(ours).score([window]))) - wanted).abs().max()
     assert difference < (0.05 * wanted.abs().max() if head == "w8a8-int8" else LOGITS)
+
+
+@pytest.mark.parametrize("blocks", [2**40, 2**62])
+def test_a_cache_beyond_all_memory_is_named(blocks: int) -> None:
+    with pytest.raises(UnsupportedError, match="GiB, more than there is here"):
+        LLM(model("llama"), num_blocks=blocks)

@@ -13,7 +13,7 @@ import click
 )
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, every layer included.")
-@click.option("--check", is_flag=True, help="Read every tensor, too: finite numbers, codes and scales that fit (not in ONNX and OpenVINO files).")
+@click.option("--check", is_flag=True, help="Read every tensor, too: finite numbers, codes and scales that fit.")
 def command(path: Path, as_json: bool, check: bool) -> None:
     """Describe a model file."""
     from qforge.export.inspection import inspect, summary

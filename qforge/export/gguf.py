@@ -22,6 +22,7 @@ from qforge.files import atomic
 from qforge.layouts import gguf_schemes
 from qforge.layouts.gguf_blocks import BLOCK, GgufBlocks
 from qforge.layouts.gguf_integers import INTEGER_TYPES, layout_of, lossless_type
+from qforge.models.assets import end_ids
 from qforge.models.model import Model
 from qforge.models.names import GGUF_ARCHITECTURES, gguf_names, gguf_norm_offset, gguf_permutes, permute_rows, permuted_heads
 from qforge.models.tying import HEAD, shared_table
@@ -199,7 +200,7 @@ def write_file(path: Path, model: Model, tensors: list[Tensor], file_type: int, 
         writer.add_file_type(file_type)
         writer.add_quantization_version(2)
         add_metadata(writer, model.spec)
-        add_vocabulary(writer, model.tokenizer(), model.config.vocab_size)
+        add_vocabulary(writer, model.tokenizer(), model.config.vocab_size, end_ids(model.assets, model.config))
         add_more(writer)
         _write_tensors(writer, tensors)
 

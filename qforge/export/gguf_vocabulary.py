@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,8 +74,11 @@ def vocabulary_problem(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> s
     return f"the tokenizer has a token {largest}, but the model embeds only {vocab_size}" if largest >= vocab_size else None
 
 
-def add_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+def add_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_size: int, ends: Sequence[int]) -> None:
     """Write the tokenizer's metadata.
+
+    Args:
+        ends: tokens at which generation stops; GGUF can name one beside the tokenizer's own end, as the end of a turn.
 
     Raises:
         UnsupportedError: llama.cpp has no such tokenizer (see `vocabulary_problem`).
@@ -90,7 +94,7 @@ def add_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab
     writer.add_token_types(types)
     if kind == "gpt2":
         writer.add_token_merges([" ".join(part.replace(" ", "Ġ") for part in pair) for pair in _merges(raw)])
-    _add_special(writer, tokenizer)
+    _add_special(writer, tokenizer, ends)
     if kind == "llama":
         writer.add_add_space_prefix(_encoded(raw, "a").startswith("▁"))
     if tokenizer.chat_template:
@@ -174,11 +178,14 @@ def _scores(raw: _Raw, tokens: list[str]) -> list[float]:
     return [-float(ranks.get(t, 0 if len(t) == 1 or _BYTE_TOKEN.fullmatch(t) else len(ranks))) for t in tokens]
 
 
-def _add_special(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase) -> None:
+def _add_special(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
     for kind, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id), ("unk", writer.add_unk_token_id), ("pad", writer.add_pad_token_id)):
         token = getattr(tokenizer, f"{kind}_token_id", None)
         if token is not None:
             add(int(token))
+    turn = next((end for end in ends if end != tokenizer.eos_token_id), None)
+    if turn is not None:
+        writer.add_eot_token_id(turn)
     with_special, bare = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
     writer.add_add_bos_token(with_special[: len(with_special) - len(bare)][:1] == [tokenizer.bos_token_id] and tokenizer.bos_token_id is not None)
     writer.add_add_eos_token(len(with_special) > len(bare) and with_special[-1] == tokenizer.eos_token_id)

@@ -19,6 +19,7 @@ from qforge.files import atomic_folder, write_text
 from qforge.layouts import checkpoint
 from qforge.models import assets as asset_files
 from qforge.models import skeleton
+from qforge.models.config import read_json
 from qforge.models.model import Model
 from qforge.models.tying import HEAD, shared_table
 from qforge.models.weights import TensorInfo
@@ -210,7 +211,7 @@ def copy_assets(source: Path, folder: Path) -> None:
         if path.name == "config.json":
             continue
         if path.name in ("tokenizer_config.json", "generation_config.json"):
-            content = json.loads(path.read_bytes())
+            content = read_json(path)
             if any(k in content for k in _ENVIRONMENT_KEYS):
                 write_json(folder / path.name, {k: v for k, v in content.items() if k not in _ENVIRONMENT_KEYS})
                 continue

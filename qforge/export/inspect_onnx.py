@@ -9,7 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qforge.errors import MissingCapabilityError, ModelError
+from qforge.export.finite import check_finite
 from qforge.models.config import read_json
 
 _MOST_BYTES = (1 << 31) - 1  # protobuf's limit of a message
@@ -17,8 +20,11 @@ _HALF_BYTES = ("INT4", "UINT4", "FLOAT4E2M1")
 _UNSIZED = ("UNDEFINED", "STRING")
 
 
-def inspect_onnx(path: Path) -> dict[str, Any]:
-    """Describe a `.onnx` file; the data beside it are not read, but must be there, whole and where the file says.
+def inspect_onnx(path: Path, *, check: bool = False) -> dict[str, Any]:
+    """Describe a `.onnx` file; the data beside it must be there, whole and where the file says.
+
+    Args:
+        check: read the data, too: floats, scales among them, must be finite.
 
     Raises:
         MissingCapabilityError: the onnx package is not installed.
@@ -35,6 +41,9 @@ def inspect_onnx(path: Path) -> dict[str, Any]:
     data: set[Path] = set()
     tensor_bytes = sum(_placed(tensor, path, data) for tensor in model.graph.initializer)
     counted = _parameters(stored)
+    if check:
+        for tensor in model.graph.initializer:
+            check_finite(_values(tensor, path), f"{path}: weight '{tensor.name}'")
     return {
         "path": str(path),
         "kind": "ONNX model",
@@ -51,7 +60,7 @@ def inspect_onnx(path: Path) -> dict[str, Any]:
         "outputs": [o.name for o in model.graph.output],
         "provenance": None,
         "sound": True,
-        "checked": "graph, sizes and offsets",
+        "checked": "all tensors read" if check else "graph, sizes and offsets",
     }
 
 
@@ -127,6 +136,18 @@ def _external(tensor: Any, path: Path, data: set[Path]) -> int:
         raise ModelError(f"{path}: weight '{tensor.name}' lies at bytes {offset} to {offset + length} of '{name}', which has {size}")
     data.add(file)
     return length
+
+
+def _values(tensor: Any, path: Path) -> np.ndarray:
+    """A float weight, as ml_dtypes has its type; empty for integers, where every bit pattern is a code."""
+    from onnx import helper, numpy_helper
+
+    if helper.tensor_dtype_to_np_dtype(tensor.data_type).kind not in "fV":  # V: bfloat16, FP8 and FP4 to numpy
+        return np.empty(0)
+    try:
+        return np.asarray(numpy_helper.to_array(tensor, str(path.parent)))
+    except Exception as e:  # onnx raises many kinds
+        raise ModelError(f"{path}: weight '{tensor.name}' cannot be read: {' '.join(str(e).split())[:200]}") from e
 
 
 def _parameters(stored: Any) -> dict[str, int]:

@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
+import torch
+
 from qforge.errors import ModelError
+from qforge.export.finite import check_finite
 from qforge.models.config import read_json
 
 _BITS = {
@@ -35,6 +39,7 @@ _BITS = {
     "f64": 64,
 }
 _MOST_BYTES = 256 << 20  # of the graph; that of a model of 100 layers takes a tenth
+_FLOATS = {"f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2}
 _CODES = {"i4", "u4", "i8", "u8", "f8e4m3", "f8e5m2"}
 
 
@@ -44,10 +49,14 @@ class _Constant:
     kind: str
     shape: tuple[int, ...]
     nbytes: int
+    offset: int
 
 
-def inspect_openvino(path: Path) -> dict[str, Any]:
-    """Describe an IR; the data beside it are not read, but must be there, whole and where the graph says.
+def inspect_openvino(path: Path, *, check: bool = False) -> dict[str, Any]:
+    """Describe an IR; the data beside it must be there, whole and where the graph says.
+
+    Args:
+        check: read the data, too: floats, scales among them, must be finite.
 
     Raises:
         ModelError: it is no OpenVINO IR, or damaged.
@@ -59,6 +68,11 @@ def inspect_openvino(path: Path) -> dict[str, Any]:
     weights = [c for c in constants if c.name.endswith(".weight") or c.name.rpartition(".")[2] == "bias"]
     parameters = sum(math.prod(c.shape) for c in weights)
     tensor_bytes = sum(c.nbytes for c in constants)
+    if check:
+        for c in constants:
+            if c.kind in _FLOATS:
+                stored = torch.from_numpy(np.fromfile(data, np.uint8, c.nbytes, offset=c.offset)).view(_FLOATS[c.kind])
+                check_finite(stored.float().numpy(), f"{path}: the constant '{c.name}'")
     config = path.with_name("config.json")
     layers = Counter(str(layer.get("type")) for layer in net.iter("layer"))
     return {
@@ -76,7 +90,7 @@ def inspect_openvino(path: Path) -> dict[str, Any]:
         "linears": [{"name": c.name.removesuffix(".weight"), "scheme": _form(c), "shape": list(c.shape)} for c in weights if c.kind in _CODES],
         "provenance": None,
         "sound": True,
-        "checked": "graph, sizes and offsets",
+        "checked": "all tensors read" if check else "graph, sizes and offsets",
     }
 
 
@@ -106,7 +120,7 @@ def _constant(layer: ElementTree.Element, path: Path, size: int) -> _Constant:
         raise ModelError(f"{path}: the size of the constant '{name}' is not that of its shape and type, {kind}; the file is damaged")
     if offset < 0 or offset + nbytes > size:
         raise ModelError(f"{path}: the constant '{name}' does not lie within the {size:,} bytes of {path.stem}.bin; copy the model again")
-    return _Constant(name, kind, shape, nbytes)
+    return _Constant(name, kind, shape, nbytes, offset)
 
 
 def _form(constant: _Constant) -> str:

@@ -45,9 +45,9 @@ def inspect(path: Path, *, check: bool = False) -> dict[str, Any]:
     path = _model_of(path)
     if path.is_file():
         if path.suffix == ".onnx":
-            return inspect_onnx(path)
+            return inspect_onnx(path, check=check)
         if path.name == OPENVINO:
-            return inspect_openvino(path)
+            return inspect_openvino(path, check=check)
         if path.suffix != ".gguf":
             raise ModelError(f"{path} is a file but no .gguf, .onnx or {OPENVINO}; give a model directory, the folder of a run, or such a file")
         return _gguf(read_gguf_header(path), check)

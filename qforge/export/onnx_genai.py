@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from qforge.engines.onnx_runtime import EXACT, MODEL
+from qforge.models.assets import end_ids, generation_config
 from qforge.models.model import Model
 from qforge.types import ModelSpec
 
@@ -39,9 +39,6 @@ def genai_config(model: Model, spec: ModelSpec, *, positions: bool) -> dict[str,
 
 def _special(model: Model) -> tuple[list[int], int, int]:
     """Tokens that end a text (the generation config's, else the model's), the one that begins it, the one that fills up; 0 where the model names none."""
-    path = model.assets / "generation_config.json"
-    told = json.loads(path.read_bytes()) if path.exists() else {}
-    ends = told.get("eos_token_id", model.config.eos_token_id)
-    stops = ends if isinstance(ends, list) else [ends if ends is not None else 0]
+    told, stops = generation_config(model.assets), end_ids(model.assets, model.config) or [0]
     start, padding = (told.get(f"{k}_token_id", getattr(model.config, f"{k}_token_id", None)) for k in ("bos", "pad"))
     return stops, start if start is not None else 0, padding if padding is not None else stops[0]

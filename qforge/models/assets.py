@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import reprlib
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from qforge.errors import ModelError
+from qforge.models.config import read_json
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
 TOKENIZER_FILES = (*VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja", "chat_template.json")
+_LARGEST_ID = (1 << 24) - 1  # sixty times the largest vocabulary in use
 ASSET_FILES = (*TOKENIZER_FILES, "generation_config.json", "config.json")
 
 
@@ -29,6 +34,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
     Raises:
         ModelError: its files are damaged, or need something that is not there.
     """
+    _check_ids(folder / "tokenizer.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as e:  # transformers and tokenizers raise many kinds, a bare Exception among them
@@ -36,6 +42,43 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
     if not isinstance(tokenizer.model_max_length, (int, float)):
         raise ModelError(f"the tokenizer in {folder} cannot be used: model_max_length in tokenizer_config.json is {tokenizer.model_max_length!r}, where a number is needed")
     return tokenizer
+
+
+def _check_ids(path: Path) -> None:
+    """Refuse ids of tokens that no model embeds: `tokenizers` walks all up to the largest, and ends the process where memory for them ends."""
+    try:
+        words = json.loads(path.read_bytes())
+        vocabulary = words["model"]["vocab"]
+        ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else ()), *(token["id"] for token in words.get("added_tokens") or ())]
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return  # there is none, or what is wrong with it is told by who loads it
+    most = max((i for i in ids if isinstance(i, int)), default=0)
+    if most > _LARGEST_ID:
+        raise ModelError(f"{path} gives a token the id {most}; ids go up to {_LARGEST_ID}")
+
+
+def end_ids(folder: Path, config: PretrainedConfig) -> list[int]:
+    """Tokens that end a text: those of generation_config.json, else of the config; both write a number or a list.
+
+    Raises:
+        ModelError: they write something else.
+    """
+    told = generation_config(folder).get("eos_token_id")
+    found = told if told is not None else getattr(config, "eos_token_id", None)
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ModelError(f"{folder}: eos_token_id is {reprlib.repr(found)}, where a token's id or a list of them is needed (generation_config.json, config.json)")
+    return list(dict.fromkeys(ids))
+
+
+def generation_config(folder: Path) -> dict[str, Any]:
+    """What generation_config.json says; empty where there is none.
+
+    Raises:
+        ModelError: it is no JSON object.
+    """
+    path = folder / "generation_config.json"
+    return read_json(path) if path.exists() else {}
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +39,7 @@ def gguf_config(header: GgufHeader) -> PretrainedConfig:
     values = _sizes(header, get, family)
     values |= _gemma3(get, values) if family == "gemma3_text" else {"rope_parameters": _rope(header, get, values["head_dim"])}
     try:
-        return CONFIG_MAPPING[family].from_dict({"model_type": family, "architectures": [_ARCHITECTURES[family]], **values, **_tokens(header)})
+        return CONFIG_MAPPING[family].from_dict({"model_type": family, "architectures": [_ARCHITECTURES[family]], **values, **_tokens(header, values["vocab_size"])})
     except Exception as e:  # transformers' validators raise many kinds
         raise ModelError(f"{header.path}: its metadata make no valid '{family}' config: {str(e).strip().splitlines()[-1]}") from e
 
@@ -57,8 +58,9 @@ class _Keys:
         value = self.optional(key, default)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]  # one value a layer, all the same
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-            raise ModelError(f"{self._header.path}: its metadata say {value!r} for {self._header.architecture}.{key}, where one positive number is needed")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0 or kind(value) != value:
+            needed = "whole number" if kind is int else "number"
+            raise ModelError(f"{self._header.path}: its metadata say {reprlib.repr(value)} for {self._header.architecture}.{key}, where one positive {needed} is needed")
         return kind(value)
 
     def optional(self, key: str, default: Any) -> Any:
@@ -95,9 +97,21 @@ def _sizes(header: GgufHeader, get: _Keys, family: str) -> dict[str, Any]:
     return values
 
 
-def _tokens(header: GgufHeader) -> dict[str, Any]:
-    names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
-    return {ours: header.metadata.get(f"tokenizer.ggml.{theirs}") for ours, theirs in names.items()}
+def _tokens(header: GgufHeader, vocab_size: int) -> dict[str, Any]:
+    ids = {kind: token_id(header, theirs, vocab_size) for kind, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))}
+    return {f"{kind}_token_id": found for kind, found in ids.items()}
+
+
+def token_id(header: GgufHeader, kind: str, vocab_size: int) -> int | None:
+    """The special token of a kind; None if the file names none, or one outside its vocabulary (-1 is written for none), as llama.cpp has it.
+
+    Raises:
+        ModelError: it is no whole number.
+    """
+    found = header.metadata.get(f"tokenizer.ggml.{kind}_token_id")
+    if found is not None and (not isinstance(found, int) or isinstance(found, bool)):
+        raise ModelError(f"{header.path}: its metadata say {reprlib.repr(found)} for tokenizer.ggml.{kind}_token_id, where a token's id is needed")
+    return found if found is not None and 0 <= found < vocab_size else None
 
 
 def _scaling(header_path: Any, get: _Keys) -> dict[str, Any]:
@@ -110,7 +124,7 @@ def _scaling(header_path: Any, get: _Keys) -> dict[str, Any]:
         found = {"rope_type": "yarn", "factor": get.required("rope.scaling.factor", float)}
         key = "rope.scaling.original_context_length"
         return found if get.optional(key, None) is None else found | {"original_max_position_embeddings": get.required(key, int)}
-    raise ModelError(f"{header_path}: rotary scaling of the kind '{kind}' is not available; none, linear and yarn are")
+    raise ModelError(f"{header_path}: rotary scaling of the kind {reprlib.repr(kind)} is not available; none, linear and yarn are")
 
 
 def _rope(header: GgufHeader, get: _Keys, head_dim: int) -> dict[str, Any]:

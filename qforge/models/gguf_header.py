@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 import mmap
+import re
+import reprlib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,8 +87,9 @@ class _Reader:
             if key in metadata:
                 raise self._damaged(f"the key '{key}' occurs twice")
             metadata[key] = self._value(self._unpack("I"))
-        if not isinstance(metadata.get("general.architecture"), str):
-            raise self._damaged("it has no general.architecture")
+        architecture = metadata.get("general.architecture")
+        if not isinstance(architecture, str) or not re.fullmatch(r"[\w.-]{1,64}", architecture):
+            raise self._damaged("it has no general.architecture" if architecture is None else f"general.architecture is {reprlib.repr(architecture)}, no name")
         rows = [self._row() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):

@@ -14,7 +14,7 @@ from transformers import __version__ as transformers_version
 from qforge.errors import ModelError
 from qforge.models import skeleton as skeletons
 from qforge.models.cache import cached_folder
-from qforge.models.gguf_config import gguf_config
+from qforge.models.gguf_config import gguf_config, token_id
 from qforge.models.gguf_header import GgufHeader, read_gguf_header
 from qforge.models.gguf_source import GgufSource
 from qforge.models.model import DTYPES, Model
@@ -71,12 +71,12 @@ def _assets(header: GgufHeader, config: PretrainedConfig) -> Path:
             backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), backend.pre_tokenizer])
         tokenizer.save_pretrained(folder)
         _as_the_file_says(folder, config.vocab_size)
-        ends = [header.metadata[k] for k in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if k in header.metadata]
-        generation = {"bos_token_id": config.bos_token_id, "eos_token_id": ends[0] if len(set(ends)) == 1 else sorted(set(ends)) or None, "pad_token_id": config.pad_token_id}
+        ends = sorted({end for kind in ("eos", "eot") if (end := token_id(header, kind, config.vocab_size)) is not None})
+        generation = {"bos_token_id": config.bos_token_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or None, "pad_token_id": config.pad_token_id}
         (folder / "generation_config.json").write_text(json.dumps({k: v for k, v in generation.items() if v is not None}, indent=1) + "\n")
         config.to_json_file(folder / "config.json")
 
-    return cached_folder("gguf-assets", digest("3", header.sha256, transformers_version)[:32], build)
+    return cached_folder("gguf-assets", digest("4", header.sha256, transformers_version)[:32], build)
 
 
 def _as_the_file_says(folder: Path, vocab_size: int) -> None:

@@ -34,7 +34,8 @@ class LLM:
         activations: `fp` (accurate: only weights are quantized), `int16` or `int8` (products with integer weights round activations on the fly: faster).
         threads: of the native kernels; None: every core this process may use.
         block_size: tokens of a cache block, a multiple of 16.
-        num_blocks: cache blocks; None: room for `max_num_seqs` full contexts, at most 2 GiB (but one full context at least), on a GPU at most what is free.
+        num_blocks: cache blocks; None: room for `max_num_seqs` full contexts, at most 2 GiB (or one full context, where half of this machine's memory holds it), on a GPU at
+            most what is free.
         max_num_seqs: most sequences that run at once; None: 32, on a GPU 128.
         max_step_tokens: most tokens of one step; longer prompts are computed in pieces. None: 512, on a GPU 2048.
         kv_cache: how keys and values are stored: `fp32` (results equal the reference), `fp16` or `bf16` (half the memory; bf16 is multiplied in bf16 too, fast where the CPU can),

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qforge.errors import MissingCapabilityError, ModelError
+from qforge.errors import MissingCapabilityError
 from qforge.models.locate import locate, model_folder
 from qforge.ops.native_module import missing
 from qforge.runtime import packed_cache
@@ -76,6 +75,7 @@ def of_model(model: Model, activations: str = "fp", threads: int | None = None, 
     """The same of an opened model, or of a process's share of it; it is not kept, since nothing says what its tensors were made of."""
     import torch
 
+    from qforge.models.assets import end_ids
     from qforge.runtime import loader, places
     from qforge.runtime.lowering import lowered
     from qforge.runtime.shared_loader import read_share
@@ -87,7 +87,7 @@ def of_model(model: Model, activations: str = "fp", threads: int | None = None, 
     except torch.OutOfMemoryError as e:
         raise MissingCapabilityError(f"the weights of '{model.source}' do not fit on {device}; use fewer bits, or share the model among several GPUs (tensor_parallel)") from e
     kept = lowered(weights) if place is None and missing() is None else weights
-    return Opened(model.source, kept, _end_ids(model.assets, model.config), functools.cache(model.tokenizer), place)
+    return Opened(model.source, kept, frozenset(end_ids(model.assets, model.config)), functools.cache(model.tokenizer), place)
 
 
 def _packed(key: str, opened: Opened) -> PackedModel | None:
@@ -99,17 +99,3 @@ def _packed(key: str, opened: Opened) -> PackedModel | None:
     if tokenizer is None:
         return None
     return PackedModel(key, model, opened.end_ids, np.frombuffer(tokenizer.serialized, np.uint8), tokenizer.chat_template, tokenizer.special_tokens)
-
-
-def _end_ids(assets: Path, config: Any) -> frozenset[int]:
-    """Those of generation_config.json, else of the config; both write a number or a list."""
-    found: Any = None
-    path = assets / "generation_config.json"
-    if path.exists():
-        try:
-            found = json.loads(path.read_text()).get("eos_token_id")
-        except (ValueError, AttributeError) as e:
-            raise ModelError(f"{path} is not valid JSON with an object in it; repair or remove it") from e
-    if found is None:
-        found = getattr(config, "eos_token_id", None)
-    return frozenset([] if found is None else [found] if isinstance(found, int) else found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,7 +122,8 @@ def blocks_for(opened: Opened, where: Limits, kv_cache: str | None) -> int:
         return where.num_blocks
     context, block = -(-opened.spec.max_positions // where.block_size), where.block_size * token_bytes(opened, kv_cache)
     if opened.place is None:
-        return max(context, min(where.max_num_seqs * context, _CACHE_BYTES // block))
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return max(1, min(where.max_num_seqs * context, max(_CACHE_BYTES, min(context * block, memory // 2)) // block))
     from qforge.runtime import gpu_cache
 
     blocks = min(where.max_num_seqs * context, gpu_cache.room(opened.place.device) // block)

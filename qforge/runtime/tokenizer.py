@@ -75,7 +75,10 @@ def plain(tokenizer: Any) -> PlainTokenizer | None:
     fast, template = getattr(tokenizer, "backend_tokenizer", None), tokenizer.chat_template
     if fast is None or not (template is None or isinstance(template, str)):
         return None
-    found = PlainTokenizer(fast.to_str().encode(), template or None, {name: str(value) for name, value in tokenizer.special_tokens_map.items()})
+    try:
+        found = PlainTokenizer(fast.to_str().encode(), template or None, {name: str(value) for name, value in tokenizer.special_tokens_map.items()})
+    except ValueError:  # what tokenizers itself wrote and does not read back
+        return None
     same = all(_outcome(found, s) == _outcome(tokenizer, s) for s in _SAMPLES) and (not template or all(_chat(found, c) == _chat(tokenizer, c) for c in _CHATS))
     return found if same else None
 

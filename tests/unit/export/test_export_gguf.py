@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import gguf
@@ -16,6 +17,7 @@ from qforge.export.agreement import seeded_prompts
 from qforge.export.gguf import GgufExporter
 from qforge.export.gguf_metadata import metadata_problem, rope_factors
 from qforge.export.verify_gguf import verify_gguf_weights
+from qforge.models.assets import end_ids
 from qforge.models.model import open_model
 from qforge.types import RopeSpec
 
@@ -112,6 +114,18 @@ def test_metadata(tmp_path):
     assert found["tokenizer.ggml.add_bos_token"] is False
     assert "<|im_start|>" in found["tokenizer.chat_template"]
     assert not any(str(tmp_path) in str(v) for v in found.values())
+
+
+def test_a_second_end_token_is_the_end_of_a_turn(tmp_path):
+    model = quantized(opened(tmp_path))
+    (plain,) = GgufExporter().write(model, tmp_path / "plain")
+    assert "tokenizer.ggml.eot_token_id" not in fields(plain)
+    (model.assets / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
+    (path,) = GgufExporter().write(model, tmp_path / "out")
+    found = fields(path)
+    assert (found["tokenizer.ggml.eos_token_id"], found["tokenizer.ggml.eot_token_id"]) == (0, 2)
+    read_back = open_model(str(path))
+    assert end_ids(read_back.assets, read_back.config) == [0, 2]
 
 
 def test_equal_models_give_equal_bytes(tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 
+import onnx
 import pytest
 import tiny
 import torch
@@ -147,6 +149,33 @@ def test_not_a_number_is_found_by_reading(files, capsys):
         code, _, err = run(capsys, files / "plain", "--check")
     finally:
         path.write_bytes(whole)
+    assert code == 2
+    assert "not finite" in err
+
+
+@pytest.mark.parametrize("kind", ["onnx", "qdq", "openvino"])
+@pytest.mark.parametrize("which", [0, -1])
+def test_not_a_number_is_found_in_the_data_of_graphs(files, capsys, kind, which):
+    """In the first and the last constant of floats that lies beside a graph."""
+    if not (files / kind).exists():
+        pytest.skip("openvino is not installed")
+    if kind == "openvino":
+        found = re.findall(r'<data element_type="f(16|32)" [^>]*offset="(\d+)" size="(\d+)"', (files / kind / "openvino_model.xml").read_text())
+        places, data = [(int(offset), int(bits) // 8) for bits, offset, size in found if int(size) > 100], files / kind / "openvino_model.bin"
+    else:
+        floats = {onnx.TensorProto.FLOAT: 4, onnx.TensorProto.FLOAT16: 2, onnx.TensorProto.BFLOAT16: 2}
+        stored = onnx.load(files / kind / "model.onnx", load_external_data=False).graph.initializer
+        outside = [(t.external_data, floats[t.data_type]) for t in stored if t.external_data and t.data_type in floats]
+        places, data = [(int(next(e.value for e in told if e.key == "offset")), width) for told, width in outside], files / kind / "model.onnx.data"
+    at, width = places[which]
+    whole = data.read_bytes()  # all bits set: not a number in every type
+    assert run(capsys, files / kind, "--check")[0] == 0
+    data.write_bytes(whole[:at] + b"\xff" * width + whole[at + width :])
+    try:
+        assert run(capsys, files / kind)[0] == 0
+        code, _, err = run(capsys, files / kind, "--check")
+    finally:
+        data.write_bytes(whole)
     assert code == 2
     assert "not finite" in err
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from pathlib import Path
 
@@ -51,6 +52,22 @@ def test_onnxruntime_genai_generates_what_our_runtime_does(tmp_path, family, kin
     assert max(map(len, theirs)) > 20
     text = "The small mill stands by the river."
     assert genai.Tokenizer(genai.Model(str(tmp_path / "out"))).encode(text).tolist() == model.tokenizer().encode(text)
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_onnxruntime_genai_stops_where_our_runtime_does(tmp_path, second):
+    """At either of two end tokens: one that greedy generation comes to, and one that it does not."""
+    pytest.importorskip("onnxruntime_genai")
+    model = quantized(opened(tmp_path, "llama"))
+    (given,) = prompts(12)
+    free = LLM(model).generate([given], SamplingParams(max_tokens=30, ignore_eos=True))[0].token_ids
+    stop = next(t for t in free[5:] if t not in free[:5])
+    never = next(t for t in range(3, 380) if t not in free)
+    (model.assets / "generation_config.json").write_text(json.dumps({"eos_token_id": [never, stop] if second else [stop, never]}))
+    OnnxExporter("matmulnbits").write(model, tmp_path / "out")
+    (ours,) = LLM(model).generate([given], SamplingParams(max_tokens=30))
+    assert ours.token_ids == free[: free.index(stop) + 1]
+    assert [*greedy(tmp_path / "out", given, 30), stop] == ours.token_ids  # theirs leaves the end token out
 
 
 WINDOW = torch.randint(3, 380, (40,), generator=torch.Generator().manual_seed(40)).tolist()

@@ -96,3 +96,100 @@ def _places(tree: Any) -> Any:
     for key, value in list(items):
         yield tree, key
         yield from _places(value)
+
+
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # GGUF's types of numbers (ggml's docs/gguf.md)
+_STRING, _ARRAY = 8, 9
+
+
+def metadata_changed(content: bytes, rng: random.Random) -> bytes:
+    """A GGUF file that says something else in its metadata or of its tensors, everything put where it belongs: what a check of offsets does not find."""
+    at, pairs, rows = 24, [], []
+    tensors, count = struct.unpack_from("<QQ", content, 8)
+    for _ in range(count):
+        key, at = _value(content, at, _STRING)
+        kind = struct.unpack_from("<I", content, at)[0]
+        value, at = _value(content, at + 4, kind)
+        pairs.append([key, kind, value])
+    for _ in range(tensors):
+        name, at = _value(content, at, _STRING)
+        dims = struct.unpack_from("<I", content, at)[0]
+        rows.append([name, *struct.unpack_from(f"<{dims}QIQ", content, at + 4)])
+        at += 16 + 8 * dims
+    data = content[-(-at // 32) * 32 :]
+    for _ in range(rng.choice((1, 1, 2))):
+        chosen = rng.choice(pairs)
+        match rng.randrange(6):
+            case 0 | 1:
+                chosen[1:] = _any_value(rng)
+            case 2:
+                if chosen[1] in SCALARS:
+                    chosen[1:] = [11, rng.choice([n for n in NUMBERS if n < 2**63] + [-1, -(2**63), 3, 64, 1000])]
+                elif chosen[1] == _ARRAY and chosen[2][1]:
+                    kind, values = chosen[2]
+                    values = list(values)
+                    match rng.randrange(3):
+                        case 0:
+                            values = values[: rng.randrange(len(values))]
+                        case 1:
+                            values = values + values[: rng.randrange(1, len(values) + 1)]
+                        case 2:
+                            values[rng.randrange(len(values))] = rng.choice(values)
+                    chosen[2] = (kind, values)
+            case 3:
+                pairs.remove(chosen)
+            case 4:
+                chosen[1:] = copy.deepcopy(rng.choice(pairs)[1:])
+            case 5:
+                row = rng.choice(rows)
+                match rng.randrange(4):
+                    case 0:
+                        row[0] = rng.choice(rows)[0] if rng.random() < 0.5 else row[0].replace(b"0", b"7")
+                    case 1:
+                        row[1:-1] = rng.choice(rows)[1:-1]
+                    case 2:
+                        row[1:-2] = row[1:-2][::-1]
+                    case 3:
+                        rows.remove(row)
+    head = content[:8] + struct.pack("<QQ", len(rows), len(pairs)) + b"".join(_written(_STRING, k) + struct.pack("<I", t) + _written(t, v) for k, t, v in pairs)
+    head += b"".join(_written(_STRING, name) + struct.pack(f"<I{len(rest) - 2}QIQ", len(rest) - 2, *rest) for name, *rest in rows)
+    return head + bytes(-len(head) % 32) + data
+
+
+def _value(content: bytes, at: int, kind: int) -> tuple[Any, int]:
+    """A GGUF value and where it ends; an array as (type, values)."""
+    if kind == _STRING:
+        end = at + 8 + struct.unpack_from("<Q", content, at)[0]
+        return content[at + 8 : end], end
+    if kind == _ARRAY:
+        inner, length = struct.unpack_from("<IQ", content, at)
+        at, values = at + 12, []
+        for _ in range(length):
+            value, at = _value(content, at, inner)
+            values.append(value)
+        return (inner, values), at
+    return struct.unpack_from(f"<{SCALARS[kind]}", content, at)[0], at + struct.calcsize(f"<{SCALARS[kind]}")
+
+
+def _written(kind: int, value: Any) -> bytes:
+    if kind == _STRING:
+        return struct.pack("<Q", len(value)) + value
+    if kind == _ARRAY:
+        return struct.pack("<IQ", value[0], len(value[1])) + b"".join(_written(value[0], v) for v in value[1])
+    return struct.pack(f"<{SCALARS[kind]}", value)
+
+
+def _any_value(rng: random.Random) -> tuple[int, Any]:
+    """A GGUF type and a value of it."""
+    match rng.randrange(5):
+        case 0:
+            return _STRING, rng.choice((b"", b"llama", b"gpt2", b"none", b"yarn", b"{{ x }}", b"\x00", b"{% for x in range(10 ** 9) %}{% endfor %}", b"9" * 5000))
+        case 1:
+            return 12, rng.choice((0.0, -1.0, 1e-30, 1e30, float("nan"), float("inf"), 0.5))
+        case 2:
+            return 7, rng.random() < 0.5
+        case 3:
+            inner = rng.choice((_STRING, 0, 5, 6, 11))
+            return _ARRAY, (inner, [rng.choice((b"", b"x")) if inner == _STRING else 0.5 if inner == 6 else rng.randrange(3) for _ in range(rng.choice((0, 1, 2, 384)))])
+        case _:
+            return 10, rng.choice(NUMBERS) % 2**64

@@ -5,6 +5,7 @@ Seeds are fixed: the fast ring runs the first few hundred of the kinds below, th
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import resource
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from mutations import bytes_changed, external_changed, header_changed, header_end, json_changed
+from mutations import bytes_changed, external_changed, header_changed, header_end, json_changed, metadata_changed
 
 from qforge import numerics
 from qforge.engines import openvino_runtime
@@ -31,6 +32,7 @@ from qforge.models.gguf_header import read_gguf_header
 from qforge.models.model import Model, open_model
 from qforge.models.shards import read_header
 from qforge.qlinear import QuantizedLinear
+from qforge.runtime.llm import LLM, SamplingParams
 from qforge.scheme import parse
 
 SLOWEST_S = 5.0
@@ -38,6 +40,7 @@ MOST_BYTES = 512 << 20  # above what the test itself has: tiny files, and a conf
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers")  # what its configs say of odd values
 KINDS = ("compressed-tensors", "gptq", "awq", "plain", "mlx", "trtllm", "ascend")
 TOLD = ("config.json", "hf_quant_config.json", "quant_model_description.json")
+USED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("fuzz")
     source = open_model(str(tiny.make(root / "plain", layers=1, hidden=32, intermediate=64, heads=2, kv_heads=1, dtype=torch.bfloat16)))
     artifact = made(source, "int4-g32-asym", root / "compressed-tensors")
+    (artifact.assets / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": [0, 2]}))
     for name in ("gptq", "awq", "mlx", *(("openvino",) if openvino_runtime.missing() is None else ())):
         exporter(name).write(artifact, root / name)
     symmetric = made(source, "int8-channel-sym", root / "symmetric")
@@ -144,7 +148,43 @@ def gguf_files(files: Path, tmp_path: Path, seeds: range) -> int:
     read = 0
     for seed in seeds:
         path.write_bytes(bytes_changed(whole, random.Random(seed), len(whole)))
-        read += attempt(lambda: inspect(path), seed)
+        read += attempt(lambda: inspect(path, check=True), seed)
+    return read
+
+
+def used(path: Path) -> None:
+    """Opened and run as `generate` does: a text, and a conversation."""
+    llm = LLM(str(path), threads=1)
+    chat = [[{"role": "user", "content": "hi"}]] if llm.tokenizer.chat_template else []
+    llm.generate(["the mill", *chat], SamplingParams(max_tokens=2))
+
+
+def gguf_metadata(files: Path, tmp_path: Path, seeds: range) -> int:
+    """GGUF files that are whole and say something else: of the model, of its tokenizer, of a tensor."""
+    whole = (files / "model.gguf").read_bytes()
+    path = tmp_path / "said.gguf"
+    read = 0
+    for seed in seeds:
+        path.write_bytes(metadata_changed(whole, random.Random(seed)))
+        read += attempt(lambda: used(path), seed)
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    return read
+
+
+def folders_used(files: Path, tmp_path: Path, seeds: range) -> int:
+    """Folders whose config, generation config or tokenizer say something else."""
+    read = 0
+    for seed in seeds:
+        rng, kind = random.Random(seed), ("plain", "compressed-tensors")[seed % 2]
+        folder = tmp_path / f"u-{kind}"
+        if not folder.exists():
+            shutil.copytree(files / kind, folder)
+        name = rng.choice(USED)
+        whole = (files / kind / name).read_bytes()
+        (folder / name).write_bytes(json_changed(whole, rng))
+        read += attempt(partial(used, folder), seed)
+        (folder / name).write_bytes(whole)
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
     return read
 
 
@@ -156,7 +196,7 @@ def onnx_files(files: Path, tmp_path: Path, seeds: range) -> int:
         whole, data = ((files / f"onnx-{kind}" / name).read_bytes() for name in ("model.onnx", "model.onnx.data"))
         (tmp_path / "model.onnx").write_bytes(bytes_changed(whole, rng, len(whole)) if seed % 3 else external_changed(whole, rng))
         (tmp_path / "model.onnx.data").write_bytes(data[: rng.randrange(len(data))] if rng.random() < 0.1 else data)
-        read += attempt(lambda: inspect(tmp_path / "model.onnx"), seed)
+        read += attempt(lambda: inspect(tmp_path / "model.onnx", check=True), seed)
     return read
 
 
@@ -173,12 +213,16 @@ def openvino_files(files: Path, tmp_path: Path, seeds: range) -> int:
         told = whole[:start] + str(rng.choice((-1, 0, 7, 1 << 31, 1 << 63, 10**400, "", "x", "1, -1", "9, " * 5000))).encode() + whole[end:]
         path.write_bytes(told if seed % 2 else bytes_changed(whole, rng, len(whole)))
         path.with_suffix(".bin").write_bytes(data[: rng.randrange(len(data))] if rng.random() < 0.1 else data)
-        read += attempt(lambda: inspect(path), seed)
+        read += attempt(lambda: inspect(path, check=True), seed)
     return read
 
 
-@pytest.mark.parametrize(("damage", "count"), [(safetensors_headers, 1500), (gguf_headers, 1500), (checkpoints, 210), (gguf_files, 200), (onnx_files, 400), (openvino_files, 200)])
-def test_damaged_files_end_in_one_clear_error(files, tmp_path, little_memory, damage, count):
+@pytest.mark.parametrize(
+    ("damage", "count"),
+    [(safetensors_headers, 1500), (gguf_headers, 1500), (checkpoints, 210), (gguf_files, 200), (gguf_metadata, 250), (folders_used, 250), (onnx_files, 400), (openvino_files, 200)],
+)
+def test_damaged_files_end_in_one_clear_error(files, tmp_path, monkeypatch, little_memory, damage, count):
+    monkeypatch.setenv("QFORGE_CACHE", str(tmp_path / "cache"))
     read = damage(files, tmp_path, range(count))
     assert 0 < read < count
 
@@ -186,7 +230,18 @@ def test_damaged_files_end_in_one_clear_error(files, tmp_path, little_memory, da
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
-    ("damage", "count"), [(safetensors_headers, 41_000), (gguf_headers, 41_000), (checkpoints, 3_500), (gguf_files, 2_000), (onnx_files, 10_000), (openvino_files, 2_500)]
+    ("damage", "count"),
+    [
+        (safetensors_headers, 41_000),
+        (gguf_headers, 41_000),
+        (checkpoints, 3_500),
+        (gguf_files, 2_000),
+        (gguf_metadata, 4_000),
+        (folders_used, 3_000),
+        (onnx_files, 10_000),
+        (openvino_files, 2_500),
+    ],
 )
-def test_a_hundred_thousand_damaged_files(files, tmp_path, little_memory, damage, count):
+def test_a_hundred_thousand_damaged_files(files, tmp_path, monkeypatch, little_memory, damage, count):
+    monkeypatch.setenv("QFORGE_CACHE", str(tmp_path / "cache"))
     assert damage(files, tmp_path, range(10_000_000, 10_000_000 + count)) < count

@@ -195,16 +195,25 @@ def test_models_that_are_not_read_from_gguf_are_named(bases: dict[str, Path], tm
         open_model("x.gguf", folder=tmp_path)
 
 
-@pytest.mark.parametrize("value", ["x", math.nan, math.inf, -1.0, [1, 2]], ids=str)
+@pytest.mark.parametrize("value", ["x", math.nan, math.inf, -0.5, [1, 2]], ids=str)
 @pytest.mark.parametrize("key", ["block_count", "embedding_length", "context_length", "attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base"])
 def test_metadata_of_another_kind_are_one_message(bases: dict[str, Path], tmp_path: Path, key: str, value: Any) -> None:
     header = read_gguf_header(write(tmp_path / "m.gguf", bases["llama"]))
     header.metadata[f"llama.{key}"] = value
-    with pytest.raises(ModelError, match=re.escape(f"llama.{key}, where one positive number is needed")):
+    with pytest.raises(ModelError, match=re.escape(f"llama.{key}, where one positive {'number' if key == 'rope.freq_base' else 'whole number'} is needed")):
         gguf_config(header)
 
 
-@pytest.mark.parametrize(("key", "value", "message"), [("llama.block_count", 2**31, "2147483648 blocks, and it holds tensors of"), ("split.count", "x", "one of x parts")])
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("llama.block_count", 2**31, "2147483648 blocks, and it holds tensors of"),
+        ("split.count", "x", "one of x parts"),
+        ("llama.attention.head_count", 0.5, "0.5 for llama.attention.head_count, where one positive whole number"),
+        ("tokenizer.ggml.bos_token_id", "x", "'x' for tokenizer.ggml.bos_token_id, where a token's id"),
+        ("llama.rope.scaling.type", "x" * 10_000, "rotary scaling of the kind 'xxxxxxxxxxxx...xxxxxxxxxxxxx' is"),
+    ],
+)
 def test_counts_that_the_tensors_do_not_bear_out_are_refused_at_once(bases: dict[str, Path], tmp_path: Path, key: str, value: Any, message: str) -> None:
     header = read_gguf_header(write(tmp_path / "m.gguf", bases["llama"]))
     header.metadata[key] = value

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qforge.errors import MissingCapabilityError, ModelError
+from qforge.models.assets import end_ids
 from qforge.models.model import open_model
 
 
@@ -199,6 +200,24 @@ def test_a_hub_id_without_a_network_is_a_missing_capability(tmp_path: Path, monk
     (tmp_path / "some-org").mkdir()
     with pytest.raises(ModelError, match="there is no model at"):
         open_model("some-org/some-model", folder=tmp_path)
+
+
+def test_a_token_with_an_id_beyond_every_vocabulary_is_refused(copy: Path) -> None:
+    """Its library would walk all ids up to that one, and end the process where memory for them ends."""
+    file = copy / "tokenizer.json"
+    words = json.loads(file.read_text())
+    words["model"]["vocab"]["mill"] = 2**32 - 1
+    file.write_text(json.dumps(words))
+    with pytest.raises(ModelError, match=r"tokenizer\.json gives a token the id 4294967295; ids go up to 16777215"):
+        open_model(str(copy)).tokenizer()
+
+
+@pytest.mark.parametrize("found", ["x", [0, "x"], [[0]], {"a": 1}, 0.5, True], ids=str)
+def test_end_tokens_that_are_no_ids_are_refused(copy: Path, found: object) -> None:
+    model = open_model(str(copy))
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": found}))
+    with pytest.raises(ModelError, match="where a token's id or a list of them is needed"):
+        end_ids(copy, model.config)
 
 
 def test_a_longest_text_that_is_no_number_is_named(copy: Path) -> None:

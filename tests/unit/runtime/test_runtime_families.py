@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 import pytest
 import torch
 from runtime_models import FAMILIES, greedy, model, prompts, quantized, transformers_model
 from tolerances import LOGITS
 
-from qforge.errors import UnsupportedError
+from qforge.errors import DataError, UnsupportedError
 from qforge.runtime import LLM, SamplingParams
 from qforge.runtime.decoder import Decoder
 from qforge.runtime.loader import read
@@ -127,3 +130,15 @@ def test_an_untied_head_of_integers_equals_transformers_on_them(head: str) -> No
 def test_a_cache_beyond_all_memory_is_named(blocks: int) -> None:
     with pytest.raises(UnsupportedError, match="GiB, more than there is here"):
         LLM(model("llama"), num_blocks=blocks)
+
+
+def test_a_context_beyond_half_of_the_memory_leaves_a_cache_that_fits() -> None:
+    """By default; a request for more than it has is refused, and others run."""
+    whole = model("llama")
+    assert whole.spec is not None
+    llm = LLM(replace(whole, spec=replace(whole.spec, max_positions=2**36)))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0.99 < llm.num_blocks * 16 * llm.cache_token_bytes / max(2**31, memory // 2) <= 1
+    with pytest.raises(DataError, match="needs 4294967296 cache blocks of 16 tokens, and the pool has"):
+        llm.generate(["a"], SamplingParams(max_tokens=2**36))
+    assert len(llm.generate(["a"], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3

@@ -37,8 +37,18 @@ def _line(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     beside = "" if reference == "qforge" else f"against {reference}" + (", which rounds the same activations" if reference == "transformers" else "")
     said = [part for part in row["note"].split("; ") if part.startswith(REMARKS)]
     remarks = "; ".join(filter(None, [row["failed"], _operators(row, rows), beside, *said]))
-    figures = f"{row['kl_mean']:.1e} | {100 * row['top1_agreement']:.1f} %"
-    return f"| {name} | {row['scheme']} | {row['engine']} {row['version'].removeprefix('xllamacpp ')} | {_equal(_weights(row, rows, row['engine']))} | {figures} | {remarks} |"
+    of = f" of {row['positions']} generated" if row["engine"] == "onnxruntime-genai" else ""
+    figures = f"{row['kl_mean']:.1e} | {100 * row['top1_agreement']:.1f} %{of}"
+    return f"| {name} | {row['scheme']} | {row['engine']} {row['version'].removeprefix('xllamacpp ')} | {_held(row, rows)} | {figures} | {remarks} |"
+
+
+def _held(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """What is known of the weights that a row ran with."""
+    if row["engine"] == "vLLM":
+        return "by product"  # it packs them when it loads them
+    if row["engine"] == "llama.cpp" and row["weights_equal"] is None:  # a mix; the note says where llama.cpp's C code reads its blocks otherwise
+        return "**unequal**" if "dequantized otherwise" in row["note"] else "anew"
+    return _equal(_weights(row, rows, row["engine"]))
 
 
 def _same_file(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -49,8 +59,6 @@ def _weights(row: dict[str, Any], rows: list[dict[str, Any]], engine: str | None
     """What the engine's own dequantization gave; of a file that was not run, what its reader found."""
     if row["weights_equal"] is not None:
         return bool(row["weights_equal"])
-    if row["engine"] == "llama.cpp":  # a mix: what it holds was chosen anew, and llama.cpp's C code reads it as the gguf package does, or the note says otherwise
-        return "dequantized otherwise" not in row["note"]
     readers = [r for r in _same_file(row, rows) if r["weights_equal"] is not None and r["engine"] == READERS.get(str(engine), r["engine"])]
     return None if not readers else all(r["weights_equal"] for r in readers)
 

@@ -17,5 +17,7 @@ def check_finite(values: np.ndarray, what: str) -> None:
     """
     flat = values.reshape(-1)
     for start in range(0, flat.size, _AT_ONCE):
-        if not np.isfinite(flat[start : start + _AT_ONCE].astype(np.float64)).all():
+        with np.errstate(invalid="ignore"):  # ml_dtypes' types warn of what is looked for
+            wide = flat[start : start + _AT_ONCE].astype(np.float64)
+        if not np.isfinite(wide).all():
             raise ModelError(f"{what} holds values that are not finite; the file is damaged or was made from such weights")

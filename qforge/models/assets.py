@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import reprlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,22 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
         ModelError: its files are damaged, or need something that is not there.
     """
     _check_ids(folder / "tokenizer.json")
-    try:
+    with reading_tokenizer(f"the tokenizer in {folder} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as e:  # transformers and tokenizers raise many kinds, a bare Exception among them
-        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {str(e).strip().splitlines()[0]}") from e
     if not isinstance(tokenizer.model_max_length, (int, float)):
         raise ModelError(f"the tokenizer in {folder} cannot be used: model_max_length in tokenizer_config.json is {tokenizer.model_max_length!r}, where a number is needed")
     return tokenizer
+
+
+@contextlib.contextmanager
+def reading_tokenizer(failed: str) -> Iterator[None]:
+    """What transformers and tokenizers raise here, a bare Exception and panics of Rust code among it, as a ModelError that begins with `failed`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, ModelError):
+        raise
+    except BaseException as e:
+        raise ModelError(f"{failed}: {(str(e) or type(e).__name__).strip().splitlines()[0]}") from e
 
 
 def _check_ids(path: Path) -> None:

@@ -11,8 +11,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PretrainedConfig
 from transformers import __version__ as transformers_version
 
-from qforge.errors import ModelError
 from qforge.models import skeleton as skeletons
+from qforge.models.assets import reading_tokenizer
 from qforge.models.cache import cached_folder
 from qforge.models.gguf_config import gguf_config, token_id
 from qforge.models.gguf_header import GgufHeader, read_gguf_header
@@ -60,12 +60,9 @@ def _assets(header: GgufHeader, config: PretrainedConfig) -> Path:
     def build(folder: Path) -> None:
         alone = folder / "model.gguf"  # away from tokenizer files that may lie beside the original
         alone.symlink_to(header.path.resolve())
-        try:
+        with reading_tokenizer(f"{header.path}: its tokenizer cannot be read"):
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=alone.name, local_files_only=True)
-        except Exception as e:  # transformers raises many kinds
-            raise ModelError(f"{header.path}: its tokenizer cannot be read: {(str(e) or type(e).__name__).strip().splitlines()[0]}") from e
-        finally:
-            alone.unlink()
+        alone.unlink()
         if header.metadata.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
             backend = tokenizer.backend_tokenizer
             backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), backend.pre_tokenizer])

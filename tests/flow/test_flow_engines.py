@@ -40,8 +40,7 @@ def test_the_engine_makes_our_weights(tmp_path, prompts, layout, text, options):
     source = open_model(str(tiny.make(tmp_path / "source", layers=2, dtype=torch.float16)))
     model = quantized(source, text, **options)
     exporter(layout).write(model, tmp_path / "out")
-    opened = open_model(str(tmp_path / "out"))
-    found, left_out = verify_checkpoint(layout, tmp_path / "out", opened, TransformersEngine(opened), prompts)
+    found, left_out = verify_checkpoint(layout, tmp_path / "out", model, TransformersEngine(model), prompts)
     assert left_out == []
     assert all(v.weights_equal for v in found), found
     assert found[-1].executed
@@ -50,7 +49,7 @@ def test_the_engine_makes_our_weights(tmp_path, prompts, layout, text, options):
     flipped = model.linear(name)
     flipped.codes[0, 0] ^= 1
     exporter(layout).write(replace(model, linears=lambda n: flipped if n == name else model.linear(n)), tmp_path / "wrong")
-    assert verify_in_engine(layout, tmp_path / "wrong", opened, TransformersEngine(opened), prompts).weights_equal is False
+    assert verify_in_engine(layout, tmp_path / "wrong", model, TransformersEngine(model), prompts).weights_equal is False
 
 
 def test_bitsandbytes_is_exact_but_for_its_kernel_in_bf16(tmp_path, prompts):

@@ -27,6 +27,7 @@ class Options:
         fisher: weigh a linear's outputs by how much the model's predictions depend on them (`coupled.py`).
         smoothing: SmoothQuant's exponent, the share of the difficulty that moves from inputs into weights; None chooses one for each link.
         steps: SignRound's, for each block.
+        tune: steps of tuning all scales together, after the rounding (`calibration/endtoend.py`); 0 for none.
     """
 
     damping: float = 0.2
@@ -37,6 +38,7 @@ class Options:
     fisher: bool = False
     smoothing: float | None = None
     steps: int = 200
+    tune: int = 0
 
 
 @dataclass(slots=True)

@@ -44,6 +44,8 @@ def check_runs_there(device: torch.device, options: Options) -> None:
     """
     if device.type != "cpu" and options.fisher:
         raise UnsupportedError("quantize.options.fisher goes through codes one by one, in loops for processors; use run.device: cpu, or fisher: false")
+    if device.type != "cpu" and options.tune:
+        raise UnsupportedError("quantize.options.tune has been run on processors only; use run.device: cpu, or tune: 0")
 
 
 @contextlib.contextmanager

@@ -87,6 +87,13 @@ class OptionsSection(Section):
         None, description="SmoothQuant: share of the difficulty that moves from activations into weights (0.5 in the paper); null chooses one for each link by its output error."
     )
     steps: int = Field(200, ge=1, le=10000, description="signround: steps of gradient descent for each decoder block; the time grows with them.")
+    tune: int = Field(
+        0,
+        ge=0,
+        le=10000,
+        description="After the rounding, steps of gradient descent over all layers' scales together, towards the original's predictions; each takes 2,048 calibration tokens. "
+        "The whole model is in memory, with its gradients; 0 for none.",
+    )
     group_fallback: Literal["error", "adjust", "ignore"] = Field(
         "error", description="A layer whose width the group size does not divide: refuse the recipe, take the largest group that fits, or leave the layer unquantized."
     )

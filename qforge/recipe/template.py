@@ -36,6 +36,7 @@ quantize:
     scale_search: true
     error_correction: null  # each layer makes up for the errors of those before it, half as slow again; null: where weights alone are rounded
     refine: 3               # sweeps over codes and scales after the rounding
+    tune: 0                 # steps over all layers' scales together, towards the original's predictions: try 60
     smoothing: null         # smoothquant: share of the difficulty that moves from activations into weights; null: the best for each
     group_fallback: error   # a width that the group size does not divide: error, adjust or ignore
 

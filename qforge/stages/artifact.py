@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from qforge import __version__
-from qforge.calibration import fisher
+from qforge.calibration import endtoend, fisher
 from qforge.calibration.room import Room
 from qforge.calibration.sequential import Job, quantize_blocks
 from qforge.clock import Clock
@@ -66,8 +66,16 @@ def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, 
         job = Job(blocks, plan.quantizer, plan.schemes, plan.options, room, plan.transforms, tuner, pieces.outputs)
         with computing_on(device_of(recipe.run.device)):
             quantize_blocks(job, None if calibration is None else calibration.ids, pieces.store(), progress)
+        if plan.options.tune and calibration is not None:
+            with clock.part("tune"):
+                pieces.tune(lambda: _tuned(blocks, plan, pieces, calibration.ids, room, progress))
         pieces.drop_states()
     return pieces
+
+
+def _tuned(blocks: BlockModel, plan: Plan, pieces: BlockPieces, windows: torch.Tensor, room: Room, progress: Progress) -> dict[str, torch.Tensor]:
+    linears = {name: pieces.linear(index, name) for name, index in pieces.names().items() if index < blocks.num_blocks}
+    return endtoend.tune(blocks, linears, pieces.changed() if plan.transforms else {}, windows, plan.options.tune, room, progress)
 
 
 def write(folder: Path, recipe: Recipe, model: Model, model_sha256: str, plan: Plan, texts: Texts, pieces: BlockPieces, journal: Journal) -> dict[str, Any]:

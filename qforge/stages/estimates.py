@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qforge.calibration import endtoend
 from qforge.calibration.fisher import TOKENS
 from qforge.calibration.room import BUDGET
 from qforge.calibration.tuning import STEP_TOKENS
@@ -162,7 +163,12 @@ def _quantize_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, i
 
 
 def _quantize_stages(plan: Plan, blocks: BlockModel, tokens: int) -> list[dict[str, int]]:
-    return [_quantize_memory(plan, blocks, tokens), *([_fisher_memory(plan, blocks, tokens)] if tokens and "outputs" in plan.needs else [])]
+    stages = [_quantize_memory(plan, blocks, tokens)]
+    if tokens and "outputs" in plan.needs:
+        stages.append(_fisher_memory(plan, blocks, tokens))
+    if tokens and plan.options.tune:
+        stages.append(_tune_memory(plan, blocks, tokens))
+    return stages
 
 
 def _most(stages: Sequence[dict[str, int]]) -> dict[str, int]:
@@ -174,6 +180,16 @@ def _fisher_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int
     sums = {"how a block's outputs weigh against each other": sum(o * o for o, _, _ in block.shapes) * 6}
     kept = min(tokens, TOKENS) * blocks.hidden_size * 2 * blocks.num_blocks
     return {"Python, torch, transformers, tokenizer": PROCESS, ACTIVATIONS: min(kept, BUDGET), **_most((gradients | sums, head))}
+
+
+def _tune_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
+    block, (_, head) = _block(plan, blocks), _gradient_memory(plan, blocks, tokens)
+    step = min(tokens, endtoend.STEP_TOKENS)
+    whole = {
+        "all decoder blocks in fp32, with gradients and codes": 9 * block.weights * blocks.num_blocks,
+        "what all blocks keep of one step for its gradients": int(step * sum((o + i) * share for o, i, share in block.shapes)) * 4 * blocks.num_blocks,
+    }
+    return {"Python, torch, transformers, tokenizer": PROCESS, ACTIVATIONS: min(tokens * blocks.hidden_size * 8, BUDGET), **whole, **head}
 
 
 def _gradient_memory(plan: Plan, blocks: BlockModel, tokens: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -226,6 +242,9 @@ def _seconds(plan: Plan, blocks: BlockModel, calibration: int, evaluation: int, 
         sums = sum(o * o * share for o, _, share in block.shapes)
         coupled = plan.options.refine * sum(3 * o * o * i + 2 * o * i * i for o, i, _ in block.shapes)
         seconds += (min(calibration, TOKENS) * (blocks.num_blocks * (3 * FORWARD * block.work + sums) + 2 * head) + coupled * blocks.num_blocks) / rate
+    if calibration and plan.options.tune:
+        steps = plan.options.tune * min(calibration, endtoend.STEP_TOKENS)
+        seconds += (steps * (3 * FORWARD * block.work * blocks.num_blocks + 3 * head) + calibration * FORWARD * block.work * blocks.num_blocks) / rate
     return {"quantize": seconds, "evaluate": evaluation * passes * (block.work * blocks.num_blocks + head) / rate}
 
 

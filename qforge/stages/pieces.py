@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ class BlockPieces:
         self._last: tuple[int, Piece] | None = None
         self._names = [key("block", root=root, index=i) for i in range(count)]
         self._hidden = [key("hidden", root=root, index=i) for i in range(count)]
+        self._tuned = key("tuned", root=root)
+        self._scales: dict[str, torch.Tensor] = {}
         self._outputs = [key("outputs", root=root, index=i) for i in range(count)]
 
     def store(self) -> Store:
@@ -38,6 +41,15 @@ class BlockPieces:
         """Remove what was kept for unfinished blocks: all are finished."""
         for name in (*self._hidden, *self._outputs):
             self._journal.forget(name)
+
+    def tune(self, compute: Callable[[], dict[str, torch.Tensor]]) -> None:
+        """From here on linears have the scales that are computed here, or were before; those that are not named keep theirs."""
+        found = self._journal.load(self._tuned)
+        if found is None:
+            self._journal.save(self._tuned, compute(), None)
+            found = self._journal.load(self._tuned, count=False)
+        assert found is not None
+        self._scales, self._last = found[0], None
 
     def save_outputs(self, index: int, outputs: dict[str, torch.Tensor]) -> None:
         """Keep how the outputs of a block's linears weigh against each other, until all blocks are finished."""
@@ -58,7 +70,8 @@ class BlockPieces:
 
     def linear(self, index: int, name: str) -> QuantizedLinear:
         """One quantized linear of a finished block."""
-        return self._whole(index).linears[name]
+        found = self._whole(index).linears[name]
+        return replace(found, scales=self._scales[name]) if name in self._scales else found
 
     def names(self) -> dict[str, int]:
         """Block index of every quantized linear."""

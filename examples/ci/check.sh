@@ -55,10 +55,12 @@ if [ -n "$last" ]; then
     compared=0
     qforge compare "$runs" "$out/results.json" --out "$out/comparison" ${gates[@]+"${gates[@]}"} || compared=$?
     why=$(git diff --unified=0 "$last" HEAD -- "$accepted" | sed -n 's/^+\([^+]\)/\1/p')
-    if [ "$compared" -ne 0 ] && [ -n "$why" ]; then
+    if [ "$compared" -eq 0 ] || [ "$compared" -gt 2 ]; then
+        : # nothing to accept, or nothing that a person decides
+    elif [ -n "$why" ]; then
         remark="Accepted in $accepted: $why"
         compared=0
-    elif [ "$compared" -ne 0 ]; then
+    else
         remark="If this is meant, commit a line in $accepted that says why: this run is then the baseline of those to come."
     fi
     [ -z "$remark" ] || echo "$remark"

@@ -20,7 +20,7 @@ def changes(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> dict[s
         "recipe": _flat(*_recipes(baseline.get("recipe"), candidate.get("recipe"))),
         **{group: _facts(baseline, candidate, facts) for group, facts in _FACTS.items()},
         "adapters": _adapters(baseline.get("adapters"), candidate.get("adapters")),
-        "tasks": _flat(_figures(baseline), _figures(candidate)),
+        "tasks": _tasks(baseline, candidate),
         "layers": _layers(baseline.get("layers"), candidate.get("layers")),
         "exports": _exports(baseline.get("exports"), candidate.get("exports")),
         "versions and machine": _flat(
@@ -88,10 +88,13 @@ def _recipes(a: Any, b: Any) -> Iterator[Any]:
         yield {**side, "export": shared} if isinstance(side, Mapping) else side
 
 
-def _figures(side: Mapping[str, Any]) -> dict[str, Any] | None:
+def _tasks(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Figures of tasks that are no share of right answers (of those there are rows)."""
-    tasks = find(side, ("evaluation", "tasks")) or {}
-    return {name: {metric: m["candidate"] for metric, m in task["metrics"].items() if m.get("lost") is None} for name, task in tasks.items()}
+    before, after = (
+        {f"{name}.{metric}": m["candidate"] for name, task in (find(side, ("evaluation", "tasks")) or {}).items() for metric, m in task["metrics"].items() if m.get("lost") is None}
+        for side in (a, b)
+    )
+    return [f"{name}: {_short(before[name])} -> {_short(after[name])}" for name in before if name in after and before[name] != after[name]]
 
 
 def _adapters(a: Any, b: Any) -> list[str]:

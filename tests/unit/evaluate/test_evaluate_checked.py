@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_evaluate_compare import evaluation
+from test_evaluate_compare import evaluation, task
 
 from qforge.errors import DataError
 from qforge.evaluate.compare import compare
@@ -27,7 +27,7 @@ def results(clusters: int = 10) -> dict[str, Any]:
         "model": {"source": "demo", "sha256": "cd" * 32, "parameters": 1000},
         "artifact": {"size_bytes": 400, "bits_per_weight": 4.25},
         "calibration": {"source": "builtin", "likeness": {"warning": None}},
-        "evaluation": evaluation(clusters=clusters),
+        "evaluation": {**evaluation(clusters=clusters), "tasks": {"sums": task("110")}},
         "exports": [{"format": "gguf", "lossless": True, "verified_by": [{"engine": "llama.cpp", "version": "1", "weights_equal": True}]}, {"format": "onnx"}],
         "gates": [{"name": "kl_mean", "limit": "<= 1", "value": 0.1, "passed": True, "on": "error", "interval": None}],
         "layers": [{"name": f"layer{i}", "scheme": "int4-g64-sym", "relative_error": 0.1} for i in range(2)],

@@ -312,6 +312,8 @@ def test_tasks_that_were_asked_otherwise_are_named(tmp_path: Path) -> None:
         "task z is not compared: only the candidate has it",
         "task x is not compared: it was asked otherwise (fewshot: 0 and 5)",
     ]
+    assert result.changed == {"tasks": ["x.bits: 1 -> 2"]}
+    assert compare(read(a), read(write(tmp_path, "c.json", evaluation(clusters=20)))).changed == {}
 
 
 def test_a_candidate_whose_own_run_failed_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from qforge.evaluate import power, statistics
@@ -87,12 +87,6 @@ def of_mean(mean: Mean, margin: float, wrap: Callable[[float], float] = float, u
     return Figure(value, mean.interval and (wrap(mean.interval[0]), wrap(mean.interval[1])), mean, value if wrap is exponential else 1.0, margin, unit)
 
 
-def paired(differences: Sequence[float], sizes: Sequence[float]) -> Mean:
-    """The mean of paired differences; of none at all it is known exactly that it is nothing, however short the text."""
-    mean = statistics.mean(differences, sizes)
-    return mean if any(differences) else replace(mean, error=0.0, interval=(0.0, 0.0))
-
-
 def negative(mean: Mean) -> Mean:
     """The same with the other sign."""
     return replace(mean, value=-mean.value, interval=mean.interval and (-mean.interval[1], -mean.interval[0]))
@@ -111,7 +105,9 @@ def text_rows(baseline: Side, candidate: Side, *, references: bool) -> tuple[lis
     for name in ("perplexity", "kl_mean", "top1_agreement") if references else ("perplexity",):
         column = {"perplexity": "nll_candidate", "kl_mean": "kl_sum", "top1_agreement": "agree"}[name]
         a, b = (statistics.mean(side.column(column), sizes) for side in (baseline, candidate))
-        change = paired([y - x for x, y in zip(baseline.column(column), candidate.column(column), strict=True)], sizes)
+        change = statistics.mean([y - x for x, y in zip(baseline.column(column), candidate.column(column), strict=True)], sizes)
+        if baseline.clusters == candidate.clusters:  # however short the text: of two that are equal in every sum it is known that nothing differs
+            change = replace(change, error=0.0, interval=(0.0, 0.0))
         if name == "perplexity":
             wide, far = of_mean(change, math.log1p(PERPLEXITY_MARGIN), exponential), detectable(change, lambda x: math.expm1(min(x, _LARGEST_EXPONENT)))
             rows.append(Row(name, exponential(a.value), exponential(b.value), "ratio", wide.value, wide.interval, PERPLEXITY_MARGIN, far, statistics.verdict(change, wide.margin)))

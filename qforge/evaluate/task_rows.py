@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import NormalDist
 
 from qforge.evaluate import statistics
-from qforge.evaluate.rows import Figure, Row, detectable, negative, of_mean, paired
+from qforge.evaluate.rows import Figure, Row, detectable, negative, of_mean
 from qforge.evaluate.sides import Side
 from qforge.evaluate.statistics import Mean
 from qforge.types import TaskMetric, TaskResult
@@ -53,7 +53,7 @@ def _otherwise(a: TaskResult, b: TaskResult) -> str:
 
 def _change(a: TaskMetric, b: TaskMetric, questions: int) -> Mean:
     if a.right is not None and b.right is not None:
-        return paired([int(y) - int(x) for x, y in zip(a.right, b.right, strict=True)], [1.0] * questions)
+        return statistics.mean([int(y) - int(x) for x, y in zip(a.right, b.right, strict=True)], [1.0] * questions)
     # Agresti and Caffo 2000: one right and one wrong answer more on each side
     p, q = ((share * questions + 1) / (questions + 2) for share in (a.candidate, b.candidate))
     error = math.sqrt((p * (1 - p) + q * (1 - q)) / (questions + 2))

@@ -250,6 +250,7 @@ def test_a_gate_that_cannot_be_judged_is_no_verdict(tmp_path: Path, capsys: pyte
     assert run(c, d, "--gate", "size_change <= 1") == 0  # nothing is sampled
     assert run(c, d, "--gate", "size_change <= 0.9", "--gate", "kl_mean <= 1") == 1
     assert "FAILED: size_change beyond the limit; not enough data to judge kl_mean" in capsys.readouterr().out
+    assert run(a, b, "--gate", "top1_agreement_change >= -0.01") == 2  # as many agree, and that is chance
     assert run(a, a, "--gate", "perplexity_ratio <= 1.01", "--gate", "kl_mean_change <= 0.01") == 0  # the same sums: nothing to be unsure of
 
 

@@ -14,15 +14,32 @@ from qforge.types import Results
 _INTERVAL = {"anyOf": [{"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}, {"type": "null"}]}
 _FIGURES: dict[str, Any] = {
     "type": "object",
-    "properties": {"perplexity": {"type": "number"}, "perplexity_ci95": _INTERVAL, "nll": {"type": "number"}, "bits_per_byte": {"type": "number"}, "bits_per_byte_ci95": _INTERVAL},
+    "properties": {
+        "perplexity": {"type": "number", "exclusiveMinimum": 0},
+        "perplexity_ci95": _INTERVAL,
+        "nll": {"type": "number"},
+        "bits_per_byte": {"type": "number"},
+        "bits_per_byte_ci95": _INTERVAL,
+    },
     "required": ["perplexity", "nll"],
     "additionalProperties": False,
+}
+_ARTIFACT: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string"},
+        "sha256": {"type": "string"},
+        "size_bytes": {"type": "integer", "minimum": 0},
+        "bits_per_weight": {"type": "number", "minimum": 0},
+    },
+    "required": ["path", "sha256", "size_bytes", "bits_per_weight"],
 }
 
 
 def results() -> str:
     """The text of results.schema.json."""
     schema = _closed(TypeAdapter(Results).json_schema())
+    schema["properties"]["artifact"] = _ARTIFACT
     properties = schema["$defs"]["Evaluation"]["properties"]
     properties["candidate"] = _FIGURES
     properties["reference"] = properties["base"] = {"anyOf": [_FIGURES, {"type": "null"}]}

@@ -1,10 +1,17 @@
-"""Plain data that several rooms share: what a model is (ModelSpec), what a run reports (Results and its parts). Standard library only."""
+"""Plain data that several rooms share: what a model is (ModelSpec), what a run reports (Results and its parts), with the limits that its schema states."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+
+NotNegative = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+Count = Annotated[int, Ge(0)]
+Some = Annotated[int, Gt(0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +65,11 @@ class ModelSpec:
 class Cluster:
     """Sums over one document or window, the unit of resampling. `agree`: positions where both models rank the same token first."""
 
-    tokens: int
+    tokens: Some
     nll_candidate: float
     nll_reference: float | None = None
-    kl_sum: float | None = None
-    agree: int | None = None
+    kl_sum: NotNegative | None = None
+    agree: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,22 +158,24 @@ class WorstToken:
 class TaskMetric:
     """One metric of a task for both models; its paired `difference` (candidate - reference) with an interval that resamples questions, and how many answers flipped.
 
-    `lost`: questions that only the reference answered rightly; `gained`: only the candidate. None, as is the difference, for a metric that is not right or wrong.
+    `lost`: questions that only the reference answered rightly; `gained`: only the candidate; `right`: 1 for each question, in order, that the candidate answered rightly, else 0.
+    None, as is the difference, for a metric that is not right or wrong.
     """
 
     reference: float
     candidate: float
     difference: float | None = None
     difference_ci95: tuple[float, float] | None = None
-    lost: int | None = None
-    gained: int | None = None
+    lost: Count | None = None
+    gained: Count | None = None
+    right: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
     """A task's metrics by name, how many questions it has, and the protocol: lm-eval's version, the task's, examples shown, BOS, chat template, engines."""
 
-    questions: int
+    questions: Count
     metrics: dict[str, TaskMetric]
     protocol: dict[str, Any]
 
@@ -183,26 +192,26 @@ class Evaluation:
     text_sha256: str
     protocol: dict[str, Any]
     engine: str
-    tokens: int
+    tokens: Some
     candidate: dict[str, Any]
     clusters: list[Cluster]
     reference: dict[str, Any] | None = None
-    perplexity_ratio: float | None = None
+    perplexity_ratio: NotNegative | None = None
     perplexity_ratio_ci95: tuple[float, float] | None = None
-    kl_mean: float | None = None
+    kl_mean: NotNegative | None = None
     kl_mean_ci95: tuple[float, float] | None = None
-    kl_median: float | None = None
+    kl_median: NotNegative | None = None
     kl_median_ci95: tuple[float, float] | None = None
-    kl_p90: float | None = None
+    kl_p90: NotNegative | None = None
     kl_p90_ci95: tuple[float, float] | None = None
-    kl_p99: float | None = None
+    kl_p99: NotNegative | None = None
     kl_p99_ci95: tuple[float, float] | None = None
-    kl_p999: float | None = None
+    kl_p999: NotNegative | None = None
     kl_p999_ci95: tuple[float, float] | None = None
-    kl_max: float | None = None
-    top1_agreement: float | None = None
+    kl_max: NotNegative | None = None
+    top1_agreement: Share | None = None
     top1_agreement_ci95: tuple[float, float] | None = None
-    top5_agreement: float | None = None
+    top5_agreement: Share | None = None
     top5_agreement_ci95: tuple[float, float] | None = None
     delta_p: DeltaP | None = None
     flips: Flips | None = None
@@ -225,9 +234,9 @@ class Verification:
 
     engine: str
     version: str
-    kl_mean: float | None = None
-    top1_agreement: float | None = None
-    positions: int | None = None
+    kl_mean: NotNegative | None = None
+    top1_agreement: Share | None = None
+    positions: Count | None = None
     weights_equal: bool | None = None
     note: str | None = None
     executed: bool = False
@@ -244,14 +253,14 @@ class ExportFigures:
     """An exported file in the engine that runs it, on the run's evaluation text, beside the original: figures and intervals as in `Evaluation`."""
 
     engine: str
-    tokens: int
-    perplexity: float
+    tokens: Some
+    perplexity: NotNegative
     perplexity_ci95: tuple[float, float] | None
-    perplexity_ratio: float | None
+    perplexity_ratio: NotNegative | None
     perplexity_ratio_ci95: tuple[float, float] | None
-    kl_mean: float | None
+    kl_mean: NotNegative | None
     kl_mean_ci95: tuple[float, float] | None
-    top1_agreement: float | None
+    top1_agreement: Share | None
     top1_agreement_ci95: tuple[float, float] | None
 
 
@@ -262,7 +271,7 @@ class ExportResult:
     format: str
     path: str | None = None
     sha256: str | None = None
-    size_bytes: int | None = None
+    size_bytes: Count | None = None
     lossless: bool | None = None
     verified_by: list[Verification] = field(default_factory=list)
     skipped_because: str | None = None
@@ -280,6 +289,11 @@ class GateResult:
     on: str = "error"
     interval: tuple[float, float] | None = None
 
+    @property
+    def failed(self) -> bool:
+        """Whether the limit is broken, and that matters."""
+        return not self.passed and self.on == "error"
+
 
 @dataclass(frozen=True, slots=True)
 class LayerResult:
@@ -290,9 +304,9 @@ class LayerResult:
 
     name: str
     scheme: str | None
-    relative_error: float | None = None
-    output_error: float | None = None
-    bits_per_weight: float | None = None
+    relative_error: NotNegative | None = None
+    output_error: NotNegative | None = None
+    bits_per_weight: NotNegative | None = None
     note: str | None = None
     tokens: int | None = None
     input_peak: float | None = None
@@ -340,19 +354,19 @@ class Results:
     adapters: list[dict[str, Any]]
     work: dict[str, int]
     timings: dict[str, float]
-    peak_rss_bytes: int
+    peak_rss_bytes: Count
     memory: dict[str, int]
     environment: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
     auto: dict[str, Any] | None = None
     parts: dict[str, dict[str, float]] = field(default_factory=dict)
     blame: Blame | None = None
-    schema_version: int = 1
+    schema_version: Literal[1] = 1
 
     @property
     def passed(self) -> bool:
         """Whether no gate that is an error failed, and every export holds the artifact's weights and reads text as it does."""
-        return all(g.passed or g.on != "error" for g in self.gates) and all(v.passed for e in self.exports for v in e.verified_by)
+        return not any(g.failed for g in self.gates) and all(v.passed for e in self.exports for v in e.verified_by)
 
     def to_json(self) -> str:
         """The text of results.json."""

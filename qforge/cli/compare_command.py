@@ -19,14 +19,16 @@ def command(baseline: str, candidate: Path, gates: tuple[str, ...], out: Path | 
     BASELINE may also be a folder of past runs named by commit (<commit>.json or <commit>/results.json; FOLDER@REF for another ref than HEAD) or REF:PATH in git:
     where a commit has no run, its nearest ancestor is taken, and that is said. A text file of one line may name any of these, so that accepting a new baseline is a change
     of one line in the repository. Differences are paired by document and have 95 % intervals. Without --gate the exit code is 1 when perplexity, KL divergence or
-    agreement is significantly worse. With --gate only the gates decide: one fails when the whole interval is beyond its limit. Figures:
-    perplexity_ratio and size_change (candidate / baseline), kl_mean_change and top1_agreement_change (candidate - baseline), and the candidate's own
-    perplexity, kl_mean, top1_agreement, size_bytes, bits_per_weight.
+    agreement, or the accuracy of a task, is significantly worse. With --gate only the gates decide: one fails when the whole interval is beyond its limit, and one that
+    cannot be judged, because the text is too short for an interval, ends in exit code 2. A candidate whose own run failed always fails. Figures:
+    perplexity_ratio and size_change (candidate / baseline), kl_mean_change, top1_agreement_change and TASK.METRIC_change (candidate - baseline), and the candidate's own
+    perplexity, kl_mean, top1_agreement, size_bytes, bits_per_weight, TASK.METRIC (acc alone where one task has it).
     """
     import json
-    from dataclasses import asdict, replace
+    from dataclasses import replace
 
     from qforge.cli.output import write_json
+    from qforge.errors import DataError
     from qforge.evaluate.baseline import find
     from qforge.evaluate.compare import compare
     from qforge.evaluate.sides import parse, read
@@ -35,11 +37,13 @@ def command(baseline: str, candidate: Path, gates: tuple[str, ...], out: Path | 
     found = find(baseline, candidate)
     result = compare(parse(found.text, found.name), read(candidate), gates)
     result = replace(result, notes=[*found.notes, *result.notes], history=found.history)
-    written = json.dumps(asdict(result), indent=1, allow_nan=False) + "\n"
+    written = result.to_json()
     data = json.loads(written)
     if out is not None:
         write_comparison(written, out)
     if json_file is not None:
         write_json(json_file, written)
     click.echo("\n".join(comparison.text(data)), err=json_file == "-")
+    if result.undecided:
+        raise DataError(comparison.headline(data))
     return 0 if result.passed else 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from qforge.errors import DataError, MissingCapabilityError
+from qforge.evaluate.sides import read
 
 ALLOWED = "a results.json, FOLDER or FOLDER@REF of past runs named by commit (<commit>.json or <commit>/results.json), REF:PATH in git, or a text file that names one of these"
 HISTORY = 30  # past runs shown
@@ -111,11 +111,9 @@ def _named(path: Path) -> str | None:
 def _past(commit: str, path: Path) -> Past | None:
     """A past run's figures; None for a file that tells none."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        evaluation = data.get("evaluation", data)
-        kl = evaluation.get("kl_mean")
-        return Past(commit, float(evaluation["candidate"]["perplexity"]), None if kl is None else float(kl))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        evaluation = read(path).evaluation
+        return Past(commit, evaluation["candidate"]["perplexity"], evaluation.get("kl_mean"))
+    except DataError:
         return None
 
 

@@ -17,9 +17,10 @@ _FACTS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
 def changes(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> dict[str, list[str]]:
     """Lines `what: before -> after` by group, for what both results.json tell; groups without a difference are left out."""
     found = {
-        "recipe": _flat(baseline.get("recipe"), candidate.get("recipe")),
+        "recipe": _flat(*_recipes(baseline.get("recipe"), candidate.get("recipe"))),
         **{group: _facts(baseline, candidate, facts) for group, facts in _FACTS.items()},
         "adapters": _adapters(baseline.get("adapters"), candidate.get("adapters")),
+        "tasks": _tasks(baseline, candidate),
         "layers": _layers(baseline.get("layers"), candidate.get("layers")),
         "exports": _exports(baseline.get("exports"), candidate.get("exports")),
         "versions and machine": _flat(
@@ -37,13 +38,14 @@ def _first(lines: list[str]) -> list[str]:
 def _facts(baseline: Mapping[str, Any], candidate: Mapping[str, Any], facts: Sequence[tuple[str, tuple[str, ...]]]) -> list[str]:
     lines = []
     for label, keys in facts:
-        a, b = (_find(side, keys) for side in (baseline, candidate))
+        a, b = (find(side, keys) for side in (baseline, candidate))
         if a is not None and b is not None and a != b:
             lines.append(f"{label}: {_short(a)} -> {_short(b)}")
     return lines
 
 
-def _find(side: Any, keys: tuple[str, ...]) -> Any:
+def find(side: Any, keys: tuple[str, ...]) -> Any:
+    """What lies in objects within objects; None where a key is not there."""
     for key in keys:
         side = side.get(key) if isinstance(side, Mapping) else None
     return side
@@ -67,6 +69,32 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{path}[{i}]")
     else:
         yield path, tree
+
+
+def _by_format(exports: Sequence[Any]) -> dict[str, Any]:
+    """Exports by format; of one format the second is `gguf (2)`."""
+    found: dict[str, Any] = {}
+    for export in (e for e in exports if isinstance(e, Mapping)):
+        name = str(export.get("format"))
+        found[name if name not in found else f"{name} ({sum(n.partition(' ')[0] == name for n in found) + 1})"] = export
+    return found
+
+
+def _recipes(a: Any, b: Any) -> Iterator[Any]:
+    """Both without the exports that only one of them asks for: the group of exports tells those."""
+    asked = [_by_format(side["export"]) if isinstance(side, Mapping) and isinstance(side.get("export"), list) else {} for side in (a, b)]
+    for side, exports in zip((a, b), asked, strict=True):
+        shared = {name: export for name, export in exports.items() if all(name in other for other in asked)}
+        yield {**side, "export": shared} if isinstance(side, Mapping) else side
+
+
+def _tasks(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Figures of tasks that are no share of right answers (of those there are rows)."""
+    before, after = (
+        {f"{name}.{metric}": m["candidate"] for name, task in (find(side, ("evaluation", "tasks")) or {}).items() for metric, m in task["metrics"].items() if m.get("lost") is None}
+        for side in (a, b)
+    )
+    return [f"{name}: {_short(before[name])} -> {_short(after[name])}" for name in before if name in after and before[name] != after[name]]
 
 
 def _adapters(a: Any, b: Any) -> list[str]:
@@ -96,7 +124,7 @@ def _layers(a: Any, b: Any) -> list[str]:
 def _exports(a: Any, b: Any) -> list[str]:
     if not isinstance(a, list) or not isinstance(b, list):
         return []
-    before, after = ({x["format"]: x for x in side} for side in (a, b))
+    before, after = _by_format(a), _by_format(b)
     lines = [f"{f}: {'no longer made' if f in before else 'new'}" for f in [*before, *after] if (f in before) != (f in after)]
     for name in (f for f in before if f in after):
         lines += [f"{name}, {line}" for line in _facts(before[name], after[name], [(k.replace("_", " "), (k,)) for k in ("size_bytes", "lossless", "skipped_because")])]

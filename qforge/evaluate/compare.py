@@ -2,87 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from statistics import NormalDist
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 
 from qforge.errors import DataError
-from qforge.evaluate import power, statistics
 from qforge.evaluate.baseline import Past
-from qforge.evaluate.changes import changes
+from qforge.evaluate.changes import changes, find
+from qforge.evaluate.interval_gates import GateCheck, check, size_figures
+from qforge.evaluate.rows import Row, text_rows
 from qforge.evaluate.sides import Side
-from qforge.evaluate.statistics import Interval, Verdict
-from qforge.recipe.limits import Limit, parse_gate
-
-# The smallest differences that matter. Measured on a 15M model at int4-g32 (GPTQ, 30,600 tokens): scales of one of 42 linears off by 5 % move KL divergence by +0.66 % of itself
-# and perplexity by +0.12 %, which must be told apart; another calibration text moved them by +1.2 % (+-0.9 %) and -0.45 % (+-0.3 %, standard errors). So the margins separate
-# "the same codes, damaged" from "the same", and on a long text also two honest runs with different calibration: --gate with a wider limit is for those.
-PERPLEXITY_MARGIN = 0.001  # of the perplexity
-KL_MARGIN = 0.0025  # of the baseline's KL divergence
-KL_FLOOR = 2e-5  # nats: below that, arithmetic in another order
-AGREEMENT_MARGIN = 0.002  # of all positions
-
-GATE_NAMES = ("perplexity_ratio", "perplexity", "kl_mean", "kl_mean_change", "top1_agreement", "top1_agreement_change", "size_bytes", "size_change", "bits_per_weight")
-
-
-Figure = Callable[[], tuple[float, Interval | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One figure of both sides.
-
-    Attributes:
-        name: perplexity, kl_mean or top1_agreement.
-        baseline, candidate: both values.
-        kind: what `change`, its interval and `margin` are: a `ratio` (perplexity) or a `difference`, candidate against baseline.
-        margin: the smallest difference that matters.
-        detectable: the difference that a text like this one shows in four of five comparisons of this pair; None where nothing is known of the spread.
-        verdict: what it comes to.
-    """
-
-    name: str
-    baseline: float
-    candidate: float
-    kind: str
-    change: float
-    interval: Interval | None
-    margin: float
-    detectable: float | None
-    verdict: Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class GateCheck:
-    """A gate of the command line: it fails when the whole interval (without one: the value) is beyond the limit.
-
-    Attributes:
-        name, limit, value, interval: the figure, the limit as text, what was measured.
-        passed: the verdict.
-        on: error, or warn (a failure is said and does not fail).
-        beyond: how far the value lies on the wrong side of the limit; negative on the right side.
-        confidence: how sure it is that the truth lies on the side where the value does (0.5 to 1); None without an interval.
-    """
-
-    name: str
-    limit: str
-    value: float
-    interval: Interval | None
-    passed: bool
-    on: str
-    beyond: float
-    confidence: float | None
-
-    @property
-    def sure(self) -> bool:
-        """Whether the 95 % interval decides."""
-        return self.confidence is not None and self.confidence >= 0.975
+from qforge.evaluate.task_rows import task_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What `compare` found. `passed` decides the exit code; `changed` maps a group (recipe, weights, ...) to lines."""
+    """What `compare` found. `changed` maps a group (recipe, weights, ...) to lines; `failures`: what failed in the candidate's own run; `clusters` are `cluster`s (documents)."""
 
     baseline: str
     candidate: str
@@ -92,31 +28,42 @@ class Comparison:
     notes: list[str]
     tokens: int
     clusters: int
+    cluster: str
+    failures: list[str]
     passed: bool
     history: list[Past] = field(default_factory=list)
     schema_version: int = 1
 
+    @property
+    def undecided(self) -> bool:
+        """Whether nothing failed, and a gate cannot be judged."""
+        return not self.passed and not self.failures and bool(self.gates) and not any(g.failed for g in self.gates)
+
+    def to_json(self) -> str:
+        """The text of comparison.json."""
+        return json.dumps(asdict(self), indent=1, allow_nan=False) + "\n"
+
 
 def compare(baseline: Side, candidate: Side, gates: Sequence[str] = ()) -> Comparison:
-    """Hold `candidate` against `baseline`. With gates they decide; without, a figure that is worse fails.
+    """Hold `candidate` against `baseline`. With gates they decide; without, a figure that is worse fails. A candidate whose own run failed does not pass.
 
     Raises:
         DataError: they were measured on different texts, by different protocols, or on different tokens; or a gate is malformed or names a figure that is not there.
     """
     _check_comparable(baseline, candidate)
-    sizes = baseline.column("tokens")
-    both = all(side.evaluation.get("kl_mean") is not None for side in (baseline, candidate))
-    rows = [_perplexity_row(baseline, candidate, sizes)]
-    notes: list[str] = []
-    if both:
-        rows += [_kl_row(baseline, candidate, sizes), _agreement_row(baseline, candidate, sizes)]
-        notes += _reference_note(baseline, candidate)
-    else:
-        notes.append("KL divergence and agreement are not compared: at least one side was evaluated without --against")
-    notes += _calibration_note(candidate)
-    checks = [_gate(text, rows, baseline, candidate, sizes) for text in gates]
+    references = all(side.evaluation.get("kl_mean") is not None for side in (baseline, candidate))
+    rows, figures = text_rows(baseline, candidate, references=references)
+    notes = _reference_note(baseline, candidate) if references else ["KL divergence and agreement are not compared: at least one side was evaluated without --against"]
+    asked, answered, said = task_rows(baseline, candidate)
+    rows += asked
+    notes += [*said, *_calibration_note(candidate)]
+    checks = [check(text, figures | size_figures(baseline, candidate) | answered) for text in gates]
     passed = all(c.passed or c.on == "warn" for c in checks) if checks else all(r.verdict.word != "worse" for r in rows)
-    return Comparison(baseline.path, candidate.path, rows, checks, changes(baseline.whole, candidate.whole), notes, int(sum(sizes)), len(sizes), passed)
+    cluster = baseline.evaluation["protocol"].get("cluster")
+    return Comparison(
+        baseline.path, candidate.path, rows, checks, changes(baseline.whole, candidate.whole), notes, baseline.evaluation["tokens"], len(baseline.clusters),
+        cluster if cluster in ("document", "window") else "piece", candidate.failures, passed and not candidate.failures,
+    )  # fmt: skip
 
 
 def _check_comparable(baseline: Side, candidate: Side) -> None:
@@ -139,36 +86,6 @@ def _check_comparable(baseline: Side, candidate: Side) -> None:
         )
 
 
-def _paired(baseline: Side, candidate: Side, name: str, sizes: Sequence[float]) -> statistics.Mean:
-    return statistics.mean([b - a for a, b in zip(baseline.column(name), candidate.column(name), strict=True)], sizes)
-
-
-def _detectable(change: statistics.Mean, wrap: Callable[[float], float] = float) -> float | None:
-    return wrap(power.DETECTABLE * change.error) if math.isfinite(change.error) else None
-
-
-def _perplexity_row(baseline: Side, candidate: Side, sizes: Sequence[float]) -> Row:
-    change = _paired(baseline, candidate, "nll_candidate", sizes)
-    interval = change.interval and (math.exp(change.interval[0]), math.exp(change.interval[1]))
-    a, b = (math.exp(math.fsum(s.column("nll_candidate")) / sum(sizes)) for s in (baseline, candidate))
-    verdict = statistics.verdict(change, math.log1p(PERPLEXITY_MARGIN))
-    return Row("perplexity", a, b, "ratio", math.exp(change.value), interval, PERPLEXITY_MARGIN, _detectable(change, math.expm1), verdict)
-
-
-def _kl_row(baseline: Side, candidate: Side, sizes: Sequence[float]) -> Row:
-    change = _paired(baseline, candidate, "kl_sum", sizes)
-    a, b = (math.fsum(s.column("kl_sum")) / sum(sizes) for s in (baseline, candidate))
-    margin = max(KL_MARGIN * a, KL_FLOOR)
-    return Row("kl_mean", a, b, "difference", change.value, change.interval, margin, _detectable(change), statistics.verdict(change, margin))
-
-
-def _agreement_row(baseline: Side, candidate: Side, sizes: Sequence[float]) -> Row:
-    change = _paired(baseline, candidate, "agree", sizes)
-    lost = _paired(candidate, baseline, "agree", sizes)
-    a, b = (math.fsum(s.column("agree")) / sum(sizes) for s in (baseline, candidate))
-    return Row("top1_agreement", a, b, "difference", change.value, change.interval, AGREEMENT_MARGIN, _detectable(change), statistics.verdict(lost, AGREEMENT_MARGIN))
-
-
 def _reference_note(baseline: Side, candidate: Side) -> list[str]:
     a, b = (math.fsum(s.column("nll_reference")) / sum(s.column("tokens")) for s in (baseline, candidate))
     if abs(a - b) < 1e-4:
@@ -178,68 +95,5 @@ def _reference_note(baseline: Side, candidate: Side) -> list[str]:
 
 def _calibration_note(candidate: Side) -> list[str]:
     """What is wrong with the candidate's calibration text, where a run has noticed it."""
-    warning = (((candidate.results or {}).get("calibration") or {}).get("likeness") or {}).get("warning")
+    warning = find(candidate.results, ("calibration", "likeness", "warning"))
     return [f"calibration of the candidate: {warning}"] if warning else []
-
-
-def _gate(text: str, rows: Sequence[Row], baseline: Side, candidate: Side, sizes: Sequence[float]) -> GateCheck:
-    """Test one `--gate`: `perplexity_ratio` and `size_change` are candidate / baseline, `*_change` otherwise candidate - baseline, the other names the candidate's own figures."""
-    warns, _, rest = text.partition(":") if text.lstrip().startswith("warn:") else ("", "", text)
-    try:
-        name, limit = parse_gate(rest)
-    except ValueError as e:
-        raise DataError(f"--gate: {e}") from e
-    known = _gate_figures(rows, candidate, sizes) | _size_figures(baseline, candidate)
-    if name not in known:
-        raise DataError(f"--gate: {name} is not known here; allowed are {', '.join(n for n in GATE_NAMES if n in known)}")
-    value, interval = known[name]()
-    return _judge(name, limit, value, interval, "warn" if warns else "error")
-
-
-def _judge(name: str, limit: Limit, value: float, interval: Interval | None, on: str) -> GateCheck:
-    beyond = (value - limit.bound) * (1 if limit.upper else -1)
-    if interval is None:
-        return GateCheck(name, str(limit), value, None, limit.allows(value), on, beyond, None)
-    passed = any(limit.allows(end) for end in interval)
-    end = interval[0] if value > limit.bound else interval[1]  # the end of the interval towards the limit
-    width = abs(value - end)
-    confidence = NormalDist().cdf(1.959964 * abs(value - limit.bound) / width) if width else 1.0
-    return GateCheck(name, str(limit), value, interval, passed, on, beyond, confidence)
-
-
-def _gate_figures(rows: Sequence[Row], candidate: Side, sizes: Sequence[float]) -> dict[str, Figure]:
-    def own(column: str, wrap: Callable[[float], float] = float) -> Figure:
-        def measure() -> tuple[float, Interval | None]:
-            m = statistics.mean(candidate.column(column), sizes)
-            return wrap(m.value), m.interval and (wrap(m.interval[0]), wrap(m.interval[1]))
-
-        return measure
-
-    by_name = {r.name: r for r in rows}
-    found: dict[str, Figure] = {
-        "perplexity": own("nll_candidate", math.exp),
-        "perplexity_ratio": lambda: (by_name["perplexity"].change, by_name["perplexity"].interval),
-    }
-    if "kl_mean" in by_name:
-        found |= {"kl_mean": own("kl_sum"), "top1_agreement": own("agree")}
-        found |= {
-            "kl_mean_change": lambda: (by_name["kl_mean"].change, by_name["kl_mean"].interval),
-            "top1_agreement_change": lambda: (by_name["top1_agreement"].change, by_name["top1_agreement"].interval),
-        }
-    return found
-
-
-def _size_figures(baseline: Side, candidate: Side) -> dict[str, Figure]:
-    """Figures of the artifact, which have no interval because nothing is sampled."""
-    ours, theirs = ((side.results or {}).get("artifact") or {} for side in (candidate, baseline))
-    found: dict[str, Figure] = {}
-    for name in ("size_bytes", "bits_per_weight"):
-        if isinstance(value := ours.get(name), int | float):
-            found[name] = _exact(value)
-    if ours.get("size_bytes") and theirs.get("size_bytes"):
-        found["size_change"] = _exact(ours["size_bytes"] / theirs["size_bytes"])
-    return found
-
-
-def _exact(value: float) -> Figure:
-    return lambda: (float(value), None)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qforge.errors import DataError
+from qforge.evaluate.checked import load, problem, typed
+from qforge.types import Evaluation, ExportResult, GateResult, TaskResult
 
 _WANTED = "give a results.json or a file that 'qforge eval --json' wrote"
 
@@ -32,6 +32,20 @@ class Side:
         """The evaluation's clusters."""
         clusters: list[Mapping[str, Any]] = self.evaluation["clusters"]
         return clusters
+
+    @property
+    def tasks(self) -> dict[str, TaskResult]:
+        """The evaluation's tasks by name."""
+        evaluation: Evaluation = typed("", self.evaluation)
+        return evaluation.tasks
+
+    @property
+    def failures(self) -> list[str]:
+        """What failed in the run itself: gates of its recipe, exports that are not the artifact."""
+        gates: list[GateResult] = typed("gates", (self.results or {}).get("gates", []))
+        exports: list[ExportResult] = typed("exports", (self.results or {}).get("exports", []))
+        found = [f"gate {g.name} is {g.value:.6g}, the limit is {g.limit}" for g in gates if g.failed]
+        return found + [f"export {e.format} is not the artifact, as read by {v.engine}" for e in exports for v in e.verified_by if not v.passed]
 
     def column(self, name: str) -> list[float]:
         """One sum of every cluster."""
@@ -60,33 +74,15 @@ def parse(text: str, name: str) -> Side:
         DataError: see `read`.
     """
     try:
-        data = json.loads(text)
+        data = load(text)
     except ValueError as e:
-        raise DataError(f"{name} is no JSON ({e}); {_WANTED}") from e
+        raise DataError(f"{name} is no JSON that can be used ({e}); {_WANTED}") from e
     if not isinstance(data, dict):
         raise DataError(f"{name} holds no JSON object; {_WANTED}")
     results = data if "evaluation" in data else None
     evaluation = data["evaluation"] if results is not None else data
     if results is not None and evaluation is None:
         raise DataError(f"{name}: this run was not evaluated (evaluate: null), so there is nothing to compare")
-    if problem := _problem(evaluation):
-        raise DataError(f"{name}: {problem}; {_WANTED}")
+    if told := problem(data):
+        raise DataError(f"{name}: {told}; {_WANTED}")
     return Side(name, evaluation, results)
-
-
-def _problem(evaluation: Any) -> str | None:
-    """What keeps an object from being an evaluation, or None."""
-    if not isinstance(evaluation, dict):
-        return "the evaluation is no JSON object"
-    if missing := [k for k in ("text_sha256", "protocol", "tokens", "candidate", "clusters") if k not in evaluation]:
-        return f"this is no evaluation: {', '.join(missing)} is missing"
-    clusters = evaluation["clusters"]
-    if not isinstance(clusters, list) or not clusters or not all(isinstance(c, dict) for c in clusters):
-        return "clusters is no list of objects"
-    names = ("tokens", "nll_candidate", *(("nll_reference", "kl_sum", "agree") if evaluation.get("kl_mean") is not None else ()))
-    for index, cluster in enumerate(clusters):
-        for name in names:
-            value = cluster.get(name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or (name == "tokens" and value <= 0):
-                return f"clusters[{index}].{name} is {value!r}, not a number that can be used"
-    return None

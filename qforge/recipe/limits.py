@@ -17,7 +17,7 @@ _LIMIT = re.compile(rf"\s*(<=|>=|<|>)\s*({_NUMBER})\s*")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?) ?([KMGT]i?)?B\s*", re.IGNORECASE)
 _BITS = re.compile(r"\s*(\d+(?:\.\d+)?) ?bits?\s*", re.IGNORECASE)
 _DIVERGENCE = re.compile(rf"\s*kl(?:_mean)?\s*<=\s*({_NUMBER})\s*", re.IGNORECASE)
-_GATE = re.compile(r"\s*([A-Za-z_][\w.]*)\s*((?:<|>|=|!).*)", re.DOTALL)
+_GATE = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*((?:<|>|=|!).*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,58 +19,98 @@ Data = Mapping[str, Any]
 
 def headline(data: Data) -> str:
     """The verdict, first of all."""
-    if data["gates"]:
-        failed = [g["name"] for g in data["gates"] if not g["passed"] and g["on"] == "error"]
-        warned = [g["name"] for g in data["gates"] if not g["passed"] and g["on"] != "error"]
-        if failed:
-            return f"FAILED: {', '.join(failed)} beyond the limit"
-        held = "the gate holds" if len(data["gates"]) == 1 else f"all {len(data['gates'])} gates hold"
-        return f"PASSED with warnings: {', '.join(warned)} beyond the limit" if warned else f"PASSED: {held}"
-    found = {word: [SHORT[r["name"]] for r in data["rows"] if r["verdict"]["word"] == word] for word in ("worse", "better", "same", "not enough data")}
-    if found["worse"]:
-        return f"FAILED: significantly worse in {', '.join(found['worse'])}"
+    broken = [f"the candidate's own run failed ({'; '.join(data['failures'])})"] * bool(data["failures"])
+    told = _gated(data, broken) if data["gates"] else _compared(data, broken)
+    return "; ".join(told)
+
+
+def _gated(data: Data, broken: list[str]) -> list[str]:
+    hard, soft = ([g for g in data["gates"] if not g["passed"] and (g["on"] == "error") == errors] for errors in (True, False))
+    failed, undecided = [g["name"] for g in hard if g["needs"] is None], [g for g in hard if g["needs"] is not None]
+    needs = ", ".join(f"{g['name']} (needs about {g['needs']:,} {g['unit']})" for g in undecided)
+    lacking = [f"not enough data to judge {needs}"] * bool(undecided)
+    if failed or broken:
+        found = [*([f"{', '.join(failed)} beyond the limit"] if failed else []), *broken, *lacking]
+        return [f"FAILED: {found[0]}", *found[1:]]
+    if undecided:
+        return [f"NO VERDICT: {lacking[0]}"]
+    if soft:
+        warned, short = [g["name"] for g in soft if g["needs"] is None], [g["name"] for g in soft if g["needs"] is not None]
+        found = [f"{', '.join(warned)} beyond the limit"] * bool(warned) + [f"not enough data to judge {', '.join(short)}"] * bool(short)
+        return [f"PASSED with warnings: {found[0]}", *found[1:]]
+    unsure = [g["name"] for g in data["gates"] if g["beyond"] > 0]
+    if unsure:
+        return [f"PASSED, not for sure: {', '.join(unsure)} beyond the limit, by less than this text can tell"]
+    return ["PASSED: the gate holds" if len(data["gates"]) == 1 else f"PASSED: all {len(data['gates'])} gates hold"]
+
+
+def _compared(data: Data, broken: list[str]) -> list[str]:
+    found = {word: [_short(r["name"]) for r in data["rows"] if r["verdict"]["word"] == word] for word in ("worse", "better", "same", "not enough data")}
+    if found["worse"] or broken:
+        told = [f"significantly worse in {', '.join(found['worse'])}"] * bool(found["worse"]) + broken
+        return [f"FAILED: {told[0]}", *told[1:]]
     if found["better"]:
         rest = [f"the same in {', '.join(found['same'])}"] * bool(found["same"]) + [f"not enough data on {', '.join(found['not enough data'])}"] * bool(found["not enough data"])
-        return "; ".join([f"PASSED: better in {', '.join(found['better'])}", *rest])
-    return "PASSED, but this text is too short to tell" if found["not enough data"] else "PASSED: the same, as far as this text can show"
+        return [f"PASSED: better in {', '.join(found['better'])}", *rest]
+    return ["PASSED, but this text is too short to tell" if found["not enough data"] else "PASSED: the same, as far as this text can show"]
+
+
+def _short(name: str) -> str:
+    return SHORT.get(name, f"task {name}")
 
 
 def row(r: Data) -> tuple[str, ...]:
     """A figure's cells, as HEADER."""
-    ends, digits = r["interval"], 6 if r["name"] == "kl_mean" else 4
-    verdict = r["verdict"]["word"] if r["verdict"]["needs_tokens"] is None else f"{r['verdict']['word']} (needs about {r['verdict']['needs_tokens']:,} tokens)"
+    ends, digits, title = r["interval"], 6 if r["name"] == "kl_mean" else 4, TITLES.get(r["name"], f"task {r['name']}")
+    verdict = r["verdict"]["word"] if r["verdict"]["needs_tokens"] is None else f"{r['verdict']['word']} (needs about {r['verdict']['needs_tokens']:,} {r['unit']})"
+    if verdict == "same" and ends is not None and not ends[0] <= (1 if r["kind"] == "ratio" else 0) <= ends[1]:
+        verdict = "same (differs by less than matters)"
     if r["kind"] == "ratio":
         told = "none" if ends is None else f"{ends[0] - 1:+.2%} .. {ends[1] - 1:+.2%}"
-        return TITLES[r["name"]], verdict, f"{r['baseline']:.4f}", f"{r['candidate']:.4f}", f"{r['change'] - 1:+.2%}", told, f"{r['margin']:.2%}"
+        return title, verdict, f"{r['baseline']:.4f}", f"{r['candidate']:.4f}", f"{r['change'] - 1:+.2%}", told, f"{r['margin']:.2%}"
     told = "none" if ends is None else f"{ends[0]:+.{digits}f} .. {ends[1]:+.{digits}f}"
-    return TITLES[r["name"]], verdict, f"{r['baseline']:.{digits}f}", f"{r['candidate']:.{digits}f}", f"{r['change']:+.{digits}f}", told, f"{r['margin']:.{digits}f}"
+    return title, verdict, f"{r['baseline']:.{digits}f}", f"{r['candidate']:.{digits}f}", f"{r['change']:+.{digits}f}", told, f"{r['margin']:.{digits}f}"
 
 
 def gate(g: Data) -> tuple[str, ...]:
     """A gate's cells, as GATES: the verdict says how far and how sure."""
     ends = "none" if g["interval"] is None else f"{g['interval'][0]:.6g} .. {g['interval'][1]:.6g}"
+    return g["name"], _judged(g), g["limit"], f"{g['value']:.6g}", ends
+
+
+def _judged(g: Data) -> str:
+    if g["needs"] is not None:
+        return f"not enough data (needs about {g['needs']:,} {g['unit']})"
     word = "passed" if g["passed"] else "FAILED" if g["on"] == "error" else "WARNING"
-    side = f"{abs(g['beyond']):.4g} {'beyond' if g['beyond'] > 0 else 'inside'} the limit"
+    side = f"{word}: {abs(g['beyond']):.4g} {'beyond' if g['beyond'] > 0 else 'inside'} the limit"
     if g["confidence"] is None:
-        return g["name"], f"{word}: {side}, without an interval", g["limit"], f"{g['value']:.6g}", ends
-    sure = "" if g["confidence"] >= 0.975 else " (not sure: the interval holds the limit)"
+        return side
+    if g["confidence"] < 0.975:
+        return f"{side}, {'but ' if g['beyond'] > 0 else ''}not sure ({g['confidence']:.1%}): the interval holds the limit"
     percent = ">99.9 %" if g["confidence"] > 0.999 else f"{g['confidence']:.1%}"
-    return g["name"], f"{word}: {side} with {percent} confidence{sure}", g["limit"], f"{g['value']:.6g}", ends
+    return f"{side} with {percent} confidence"
 
 
 def power(data: Data) -> str:
     """What this text can show at all."""
-    shown = {r["name"]: r["detectable"] for r in data["rows"] if r["detectable"] is not None}
-    told = [f"{SHORT[n]} {v:.2%}" if n == "perplexity" else f"{SHORT[n]} {v:.2g}" for n, v in shown.items()]
-    if not told:
-        return "One piece of text says nothing of its own spread; give a longer one."
-    return f"Of two models like these, this text shows differences from: {', '.join(told)} (in four of five comparisons)."
+    shown = {r["name"]: r["detectable"] for r in data["rows"] if r["detectable"]}
+    told = [f"{_short(n)} {v:.2%}" if n == "perplexity" else f"{_short(n)} {v:.2g}" for n, v in shown.items()]
+    if told:
+        return f"Of two models like these, this text shows differences from: {', '.join(told)} (in four of five comparisons)."
+    if all(r["detectable"] == 0 for r in data["rows"]):
+        return "The two do not differ in any part of this text."
+    return "One piece of text says nothing of its own spread; give a longer one."
+
+
+def measured(data: Data) -> str:
+    """How much was compared."""
+    return f"{data['tokens']:,} tokens in {data['clusters']:,} {data['cluster']}{'' if data['clusters'] == 1 else 's'}, paired"
 
 
 def text(data: Data) -> list[str]:
     """Lines for a terminal."""
     lines = [headline(data), "", f"baseline   {data['baseline']}", f"candidate  {data['candidate']}"]
-    lines += [f"text       {data['tokens']:,} tokens in {data['clusters']:,} clusters, paired", "", *_aligned([HEADER, *map(row, data["rows"])]), "", power(data)]
+    lines += [f"text       {measured(data)}", "", *_aligned([HEADER, *map(row, data["rows"])]), "", power(data)]
     if data["gates"]:
         lines += ["", *_aligned([GATES, *map(gate, data["gates"])])]
     if data["changed"]:
@@ -90,19 +130,20 @@ def markdown(data: Data) -> str:
     lines += _rows([HEADER, *map(row, data["rows"])])
     if data["gates"]:
         lines += ["", *_rows([GATES, *map(gate, data["gates"])])]
-    lines += ["", f"{data['tokens']:,} tokens in {data['clusters']:,} clusters, paired. {words(power(data))}"]
+    lines += ["", f"{measured(data)}. {words(power(data))}"]
     sizes = [line for line in data["changed"].get("artifact", []) if not line.startswith("sha256")]
     lines += ["", *(f"- {words(line)}" for line in [*sizes, *data["notes"]])]
-    if data["changed"]:
+    besides = [(group, line) for group, found in data["changed"].items() for line in found if line not in sizes]
+    if besides:
         lines += ["", "<details><summary>What changed besides</summary>", ""]
-        lines += [f"- **{words(group)}**: {words(line)}" for group, found in data["changed"].items() for line in found if line not in sizes]
+        lines += [f"- **{words(group)}**: {words(line)}" for group, line in besides]
         lines += ["", "</details>"]
     return "\n".join([*lines, "", "Reproduce:", "", f"    {command(data)}"]) + "\n"
 
 
 def junit(data: Data) -> str:
-    """One case for each gate; without gates, one for each figure. What cannot be told is skipped, and says why."""
-    cases = [_gate_case(g) for g in data["gates"]] or [_row_case(r) for r in data["rows"]]
+    """One case for each gate; without gates, one for each figure. What cannot be told is skipped, and says why. What failed in the candidate's own run is a case, too."""
+    cases = [*([_gate_case(g) for g in data["gates"]] or [_row_case(r) for r in data["rows"]]), *map(_failure_case, data["failures"])]
     root = ET.Element("testsuites", name="qforge compare")
     suite = ET.SubElement(root, "testsuite", name="qforge.compare", tests=str(len(cases)), errors="0", time="0")
     for element in (suite, root):
@@ -122,20 +163,28 @@ def _case(name: str) -> ET.Element:
 def _gate_case(g: Data) -> ET.Element:
     _, verdict, _, value, ends = gate(g)
     case, told = _case(f"{g['name']} {g['limit']}"), ", ".join((value, ends, verdict))
-    if not g["passed"] and g["on"] == "error":
+    if g["needs"] is not None:
+        ET.SubElement(case, "skipped", message=legal(told))
+    elif not g["passed"] and g["on"] == "error":
         ET.SubElement(case, "failure", type="gate", message=legal(f"{g['name']} {g['limit']}: {told}"))
     else:
         ET.SubElement(case, "system-out").text = legal(told)
     return case
 
 
+def _failure_case(failure: str) -> ET.Element:
+    case = _case("the candidate's own run")
+    ET.SubElement(case, "failure", type="run", message=legal(failure))
+    return case
+
+
 def _row_case(r: Data) -> ET.Element:
-    case, told = _case(f"{SHORT[r['name']]} not worse"), "; ".join(f"{h}: {c}" for h, c in zip(HEADER[1:], row(r)[1:], strict=True))
+    case, told = _case(f"{_short(r['name'])} not worse"), "; ".join(f"{h}: {c}" for h, c in zip(HEADER[1:], row(r)[1:], strict=True))
     kind = {"worse": "failure", "not enough data": "skipped"}.get(r["verdict"]["word"])
     if kind is None:
         ET.SubElement(case, "system-out").text = legal(told)
     else:
-        ET.SubElement(case, kind, message=legal(f"{SHORT[r['name']]}: {told}"))
+        ET.SubElement(case, kind, message=legal(f"{_short(r['name'])}: {told}"))
     return case
 
 

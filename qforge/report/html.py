@@ -43,6 +43,7 @@ def comparison_html(data: Mapping[str, Any]) -> str:
         gate_header=comparison.GATES,
         gates=[comparison.gate(g) for g in data["gates"]],
         power=comparison.power(data),
+        measured=comparison.measured(data),
         command=comparison.command(data),
         history=curves.history(data["history"], head),
     )

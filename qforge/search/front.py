@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from qforge.evaluate import statistics
-from qforge.evaluate.compare import KL_FLOOR, KL_MARGIN
+from qforge.evaluate.rows import KL_FLOOR, KL_MARGIN
 from qforge.types import Results
 
 Interval = tuple[float, float]

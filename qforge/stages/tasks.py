@@ -67,4 +67,4 @@ def _metric(name: str, reference: Answers, candidate: Answers) -> TaskMetric:
     a, b = (np.asarray(side.right[name]) for side in (reference, candidate))
     difference = statistics.mean(b - a, np.ones(len(a)))
     assert math.isclose(difference.value, both[1] - both[0], abs_tol=1e-9), f"lm-eval's {name} is not the mean of its answers"
-    return TaskMetric(*both, difference.value, difference.interval, int((a > b).sum()), int((b > a).sum()))
+    return TaskMetric(*both, difference.value, difference.interval, int((a > b).sum()), int((b > a).sum()), "".join(str(int(x)) for x in b))

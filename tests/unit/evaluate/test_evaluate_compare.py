@@ -159,12 +159,12 @@ def changed(**values: object) -> dict[str, Any]:
         (evaluation(clusters=299), "different clusters of tokens"),
         ({"evaluation": None}, "was not evaluated"),
         ({"evaluation": []}, "no JSON object"),
-        ({"outputs": []}, "no evaluation: text_sha256, protocol, tokens, candidate, clusters is missing"),
+        ({"outputs": []}, "no evaluation: text_sha256, protocol, engine, tokens, candidate, clusters is missing"),
         ([1, 2], "no JSON object"),
-        (changed(clusters=[]), "clusters is no list"),
+        (changed(clusters=[]), "clusters is empty"),
         (changed(clusters=[{"tokens": 0, "nll_candidate": 1.0}], kl_mean=None), r"clusters\[0\]\.tokens is 0"),
-        (changed(clusters=[{"tokens": 5, "nll_candidate": float("nan")}], kl_mean=None), r"nll_candidate is nan"),
-        (changed(clusters=[{"tokens": 5, "nll_candidate": 1.0}]), r"clusters\[0\]\.nll_reference is None"),
+        (changed(clusters=[{"tokens": 5, "nll_candidate": float("nan")}], kl_mean=None), "NaN is no number"),
+        (changed(clusters=[{"tokens": 5, "nll_candidate": 1.0}]), r"clusters\[0\]\.nll_reference is missing"),
     ],
 )
 def test_refuses_with_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], data: object, message: str) -> None:
@@ -231,6 +231,146 @@ def test_two_hundred_tokens_are_not_enough(tmp_path: Path, capsys: pytest.Captur
     assert run(write(tmp_path, "a.json", short), write(tmp_path, "b.json", other), "--out", tmp_path / "out") == 0
     assert "not enough data (needs about" in capsys.readouterr().out
     assert ElementTree.parse(tmp_path / "out" / "junit.xml").getroot().get("skipped") == "3"
+
+
+def test_a_gate_that_cannot_be_judged_is_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether the value is beyond the limit or not: neither a false alarm nor a pass."""
+    a, b = write(tmp_path, "a.json", evaluation(clusters=1)), write(tmp_path, "b.json", evaluation(clusters=1, seed=1, nll=0.005, kl=0.4))
+    for gate in ("perplexity_ratio <= 1.05", "kl_mean_change <= 0.01", "kl_mean <= 1"):
+        assert run(a, b, "--gate", gate, "--out", tmp_path / "out") == 2
+        streams = capsys.readouterr()
+        assert streams.out.startswith(f"NO VERDICT: not enough data to judge {gate.split()[0]} (needs about ")
+        assert streams.err.startswith("error: NO VERDICT")
+        assert "PASSED" not in (tmp_path / "out" / "comparison.md").read_text()
+        assert ElementTree.parse(tmp_path / "out" / "junit.xml").getroot().get("skipped") == "1"
+    assert run(a, b, "--gate", f"warn: {gate}") == 0
+    assert capsys.readouterr().out.startswith("PASSED with warnings: not enough data to judge kl_mean")
+    exact = {"artifact": {"size_bytes": 400}}
+    c, d = (write(tmp_path, f"{n}.json", {"evaluation": json.loads(f.read_text()), **exact}) for n, f in (("c", a), ("d", b)))
+    assert run(c, d, "--gate", "size_change <= 1") == 0  # nothing is sampled
+    assert run(c, d, "--gate", "size_change <= 0.9", "--gate", "kl_mean <= 1") == 1
+    assert "FAILED: size_change beyond the limit; not enough data to judge kl_mean" in capsys.readouterr().out
+    assert run(a, b, "--gate", "top1_agreement_change >= -0.01") == 2  # as many agree, and that is chance
+    assert run(a, a, "--gate", "perplexity_ratio <= 1.01", "--gate", "kl_mean_change <= 0.01") == 0  # the same sums: nothing to be unsure of
+
+
+def task(right: str, *, kept: bool = True, fewshot: int = 0) -> dict[str, Any]:
+    share = right.count("1") / len(right)
+    metric = {"reference": 0.9, "candidate": share, "difference": share - 0.9, "lost": 0, "gained": 0, **({"right": right} if kept else {})}
+    return {"questions": len(right), "metrics": {"acc": metric, "bits": {"reference": 1.5, "candidate": 2 - share}}, "protocol": {"fewshot": fewshot, "engine": right}}
+
+
+def with_tasks(folder: Path, name: str, **tasks: dict[str, Any]) -> Path:
+    return write(folder, name, {**evaluation(clusters=20), "tasks": tasks})
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_task_that_got_worse_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: bool) -> None:
+    a, b = (with_tasks(tmp_path, name, sums=task(right, kept=kept)) for name, right in (("a.json", "1" * 90 + "0" * 10), ("b.json", "1" * 10 + "0" * 90)))
+    assert run(a, b) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("FAILED: significantly worse in task sums.acc")
+    assert "tasks: sums.bits: 1.1 -> 1.9" in out
+    assert run(b, a) == 0
+    assert capsys.readouterr().out.startswith("PASSED: better in task sums.acc")
+    assert run(a, a) == 0
+    for gate, status in (("acc >= 0.5", 1), ("sums.acc >= 0.05", 0), ("sums.acc_change >= -0.1", 1), ("acc_change >= -0.9", 0)):
+        assert run(a, b, "--gate", gate) == status, gate
+    row = compare(read(a), read(b)).rows[-1]
+    assert (row.name, row.baseline, row.candidate, row.unit) == ("sums.acc", 0.9, 0.1, "questions")
+
+
+def test_answers_are_paired_and_few_are_not_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def found(kept: bool) -> tuple[str, float]:
+        a, b = (with_tasks(tmp_path, name, sums=task(right, kept=kept)) for name, right in (("a.json", "1" * 400 + "0" * 400), ("b.json", "1" * 370 + "0" * 430)))
+        row = compare(read(a), read(b)).rows[-1]
+        assert row.interval is not None
+        return row.verdict.word, row.interval[1] - row.interval[0]
+
+    assert found(True)[0] == "worse"
+    assert found(False)[0] == "not enough data"
+    assert found(True)[1] < found(False)[1] / 2
+    assert run(tmp_path / "a.json", tmp_path / "b.json") == 0
+    assert " questions)" in capsys.readouterr().out
+
+
+def test_of_many_equal_tasks_none_fails_by_chance(tmp_path: Path) -> None:
+    """40 tasks, each side's answers drawn anew: alone, one in 20 intervals leaves out zero."""
+    draw = np.random.default_rng(5)
+
+    def side(name: str) -> Path:
+        return with_tasks(tmp_path, name, **{f"t{i}": task("".join(draw.choice(["0", "1"], 100))) for i in range(40)})
+
+    assert sum(r.verdict.word == "worse" for _ in range(5) for r in compare(read(side("a.json")), read(side("b.json"))).rows) <= 1
+
+
+def test_tasks_that_were_asked_otherwise_are_named(tmp_path: Path) -> None:
+    a, b = with_tasks(tmp_path, "a.json", x=task("1" * 50), y=task("1" * 50)), with_tasks(tmp_path, "b.json", x=task("0" * 50, fewshot=5), z=task("1" * 50))
+    result = compare(read(a), read(b))
+    assert {r.name for r in result.rows} == {"perplexity", "kl_mean", "top1_agreement"}
+    assert result.notes == [
+        "task y is not compared: only the baseline has it",
+        "task z is not compared: only the candidate has it",
+        "task x is not compared: it was asked otherwise (fewshot: 0 and 5)",
+    ]
+    assert result.changed == {"tasks": ["x.bits: 1 -> 2"]}
+    assert compare(read(a), read(write(tmp_path, "c.json", evaluation(clusters=20)))).changed == {}
+
+
+def test_a_candidate_whose_own_run_failed_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exports = [{"format": "gguf", "verified_by": [{"engine": "llama.cpp", "version": "1", "weights_equal": False}]}]
+    gates = [{"name": "kl_mean", "limit": "<= 0.05", "value": 0.07, "passed": False, "on": on} for on in ("error", "warn")]
+    a = write(tmp_path, "a.json", evaluation())
+    told = "the candidate's own run failed (gate kl_mean is 0.07, the limit is <= 0.05; export gguf is not the artifact, as read by llama.cpp)"
+    b = write(tmp_path, "b.json", {"evaluation": evaluation(), "exports": exports, "gates": gates})
+    assert run(a, b, "--out", tmp_path / "out") == 1
+    assert capsys.readouterr().out.startswith(f"FAILED: {told}\n")
+    assert ElementTree.parse(tmp_path / "out" / "junit.xml").getroot().get("failures") == "2"
+    assert run(a, b, "--gate", "perplexity_ratio <= 1.01") == 1
+    assert capsys.readouterr().out.startswith(f"FAILED: {told}\n")
+    assert run(b, a) == 0  # how the baseline came about is over
+    assert run(a, write(tmp_path, "c.json", {"evaluation": evaluation(), "gates": gates[1:]})) == 0
+
+
+def test_words_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write(tmp_path, "a.json", evaluation())
+    assert run(a, a) == 0
+    out = capsys.readouterr().out
+    assert "The two do not differ in any part of this text." in out
+    assert "300 pieces, paired" in out
+    data = {**evaluation(clusters=1), "protocol": {"window": 256, "bos": True, "cluster": "document"}}
+    one = write(tmp_path, "one.json", data)
+    assert run(one, one) == 0
+    assert "1 document, paired" in capsys.readouterr().out
+    assert run(a, write(tmp_path, "b.json", evaluation(kl=0.0001))) == 0
+    assert "same (differs by less than matters)" in capsys.readouterr().out
+    b = write(tmp_path, "b.json", evaluation(seed=1, nll=0.02))
+    ratio = compare(read(a), read(b)).rows[0].change
+    assert run(a, b, "--gate", f"perplexity_ratio <= {ratio - 1e-5}") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("PASSED, not for sure: perplexity_ratio beyond the limit, by less than this text can tell")
+    assert "passed: 1e-05 beyond the limit, but not sure (5" in out
+
+
+def test_an_export_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    def results(*exports: dict[str, Any]) -> dict[str, Any]:
+        return {"evaluation": evaluation(clusters=20), "recipe": {"export": list(exports)}, "exports": [{"format": e["format"]} for e in exports]}
+
+    gguf, onnx = {"format": "gguf", "type": "q4_0"}, {"format": "onnx"}
+
+    def changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[str]]:
+        return compare(read(write(tmp_path, "a.json", before)), read(write(tmp_path, "b.json", after))).changed
+
+    assert changed(results(gguf, onnx), results(onnx)) == {"exports": ["gguf: no longer made"]}
+    assert changed(results(gguf), results()) == {"exports": ["gguf: no longer made"]}
+    assert changed(results(onnx), results(gguf, onnx)) == {"exports": ["gguf: new"]}
+    assert changed(results(gguf), results({**gguf, "type": "q8_0"})) == {"recipe": ["export.gguf.type: q4_0 -> q8_0"]}
+
+
+def test_what_stands_above_is_not_said_again(tmp_path: Path) -> None:
+    a, b = (write(tmp_path, f"{n}.json", {"evaluation": evaluation(), "artifact": {"size_bytes": n}}) for n in (400, 500))
+    assert run(a, b, "--out", tmp_path / "out") == 0
+    assert "What changed besides" not in (tmp_path / "out" / "comparison.md").read_text()
 
 
 def test_a_layer_whose_error_grew_is_named(tmp_path: Path) -> None:

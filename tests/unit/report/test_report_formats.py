@@ -100,13 +100,28 @@ def test_the_verdict_comes_first(results: dict[str, Any]) -> None:
     ],
 )
 def test_verdicts(results: dict[str, Any], gates: list[tuple[str, bool]], verdict: str, good: bool | None) -> None:
-    changed = {**results, "exports": [], "gates": [{"name": "kl_mean", "limit": "<= 1", "value": 0.5, "passed": p, "on": on, "interval": None} for on, p in gates]}
+    changed = {**results, "exports": [], "gates": [{"name": "kl_mean", "limit": "<= 1", "value": 0.5, "passed": p, "on": on, "interval": [0.4, 0.6]} for on, p in gates]}
     facts = gather(changed)
     assert (facts.verdict, facts.good) == (verdict, good)
     assert verdict in markdown(facts)
     assert verdict in html(facts)
     assert summary(changed)[0] == ("result", verdict)
     assert ET.fromstring(junit(facts)).get("failures") == str(sum(on == "error" and not p for on, p in gates))
+
+
+def test_a_gate_on_too_little_text_says_so(results: dict[str, Any]) -> None:
+    """The recipe's gates test the value; where a text gives no interval of it, no reader takes the value for more than it is."""
+    gates = [
+        {"name": name, "limit": "<= 9", "value": 1.0, "passed": True, "on": "error", "interval": ends}
+        for name, ends in (("kl_mean", None), ("kl_p99", (0.9, 1.1)), ("size_ratio", None))
+    ]
+    short = {**results, "gates": gates, "exports": []}
+    verdict = "PASSED: all 3 gates hold; by the value alone: kl_mean (too little text for an interval)"
+    assert gather(short).verdict == verdict
+    assert f"{markdown(gather(short))}".count("none: too little text") == 1
+    rows = dict(summary(short))
+    assert rows["result"] == verdict
+    assert [name for name, told in rows.items() if name.startswith("gate") and "by the value alone" in told] == ["gate kl_mean"]
 
 
 def test_an_export_with_other_weights_fails(results: dict[str, Any]) -> None:

@@ -113,7 +113,7 @@ def compare(baseline: Side, candidate: Side, gates: Sequence[str] = ()) -> Compa
         notes += _reference_note(baseline, candidate)
     else:
         notes.append("KL divergence and agreement are not compared: at least one side was evaluated without --against")
-    notes += _calibration_note(candidate)
+    notes += [*_document_note(candidate), *_calibration_note(candidate)]
     checks = [_gate(text, rows, baseline, candidate, sizes) for text in gates]
     passed = all(c.passed or c.on == "warn" for c in checks) if checks else all(r.verdict.word != "worse" for r in rows)
     return Comparison(baseline.path, candidate.path, rows, checks, changes(baseline.whole, candidate.whole), notes, int(sum(sizes)), len(sizes), passed)
@@ -144,7 +144,7 @@ def _paired(baseline: Side, candidate: Side, name: str, sizes: Sequence[float]) 
 
 
 def _detectable(change: statistics.Mean, wrap: Callable[[float], float] = float) -> float | None:
-    return wrap(power.DETECTABLE * change.error) if math.isfinite(change.error) else None
+    return wrap(power.detectable(change)) if math.isfinite(change.half_width) else None
 
 
 def _perplexity_row(baseline: Side, candidate: Side, sizes: Sequence[float]) -> Row:
@@ -174,6 +174,12 @@ def _reference_note(baseline: Side, candidate: Side) -> list[str]:
     if abs(a - b) < 1e-4:
         return []
     return [f"the two were measured against different originals (perplexity {math.exp(a):.4f} and {math.exp(b):.4f}): KL divergence and agreement are each against its own"]
+
+
+def _document_note(candidate: Side) -> list[str]:
+    protocol = candidate.evaluation["protocol"]
+    note = "the text is one document, whose windows are taken as independent: the intervals tell of this text, not of others like it; give several documents (.jsonl, one a line)"
+    return [note] if isinstance(protocol, dict) and protocol.get("cluster") == "window" else []
 
 
 def _calibration_note(candidate: Side) -> list[str]:

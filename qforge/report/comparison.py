@@ -38,7 +38,10 @@ def headline(data: Data) -> str:
 def row(r: Data) -> tuple[str, ...]:
     """A figure's cells, as HEADER."""
     ends, digits = r["interval"], 6 if r["name"] == "kl_mean" else 4
-    verdict = r["verdict"]["word"] if r["verdict"]["needs_tokens"] is None else f"{r['verdict']['word']} (needs about {r['verdict']['needs_tokens']:,} tokens)"
+    verdict = r["verdict"]["word"]
+    if r["verdict"]["needs_tokens"] is not None:
+        between = "" if r["verdict"]["needs_between"] is None else "; {:,} to {:,}".format(*r["verdict"]["needs_between"])
+        verdict += f" (needs about {r['verdict']['needs_tokens']:,} tokens{between})"
     if r["kind"] == "ratio":
         told = "none" if ends is None else f"{ends[0] - 1:+.2%} .. {ends[1] - 1:+.2%}"
         return TITLES[r["name"]], verdict, f"{r['baseline']:.4f}", f"{r['candidate']:.4f}", f"{r['change'] - 1:+.2%}", told, f"{r['margin']:.2%}"

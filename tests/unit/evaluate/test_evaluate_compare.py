@@ -139,6 +139,12 @@ def test_perplexity_alone_is_compared_where_one_side_has_no_reference(tmp_path: 
     assert "kl_mean is not known here; allowed are perplexity_ratio, perplexity" in capsys.readouterr().err
 
 
+def test_that_one_document_tells_of_itself_alone_is_said(tmp_path: Path) -> None:
+    for cluster, told in (("window", 1), ("document", 0)):
+        side = read(write(tmp_path, "a.json", changed(protocol={"window": 256, "cluster": cluster})))
+        assert sum("the text is one document" in n for n in compare(side, side).notes) == told
+
+
 def test_another_original_is_named(tmp_path: Path) -> None:
     other = evaluation()
     for c in other["clusters"]:

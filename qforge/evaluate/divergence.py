@@ -48,7 +48,7 @@ def evaluate(candidate: Scorer, reference: Scorer | None, windows: Windows, *, p
     """Score a text with one model, or with two in step.
 
     Perplexity is exp of the mean negative log-likelihood (nats) over all scored positions; KL is KL(reference || candidate) in nats per position; agreement is the share of
-    positions where both rank the same token first. Clusters are documents; of a single document its windows, taken as independent (`protocol["cluster"]` says which).
+    positions where both rank the same token first. Clusters are documents; of a single one its windows if there are eight (`protocol["cluster"]` says which).
 
     Raises:
         DataError: there is no window to score.
@@ -69,8 +69,8 @@ def evaluate(candidate: Scorer, reference: Scorer | None, windows: Windows, *, p
 
 
 def cluster_owners(documents: list[int]) -> tuple[list[int], bool]:
-    """The cluster of each window, numbered from 0 in order of appearance, and whether clusters are documents (else windows, of a single document)."""
-    by_document = len(set(documents)) > 1
+    """The cluster of each window, numbered from 0 in order of appearance, and whether clusters are documents (else windows, of a single document that has enough)."""
+    by_document = len(set(documents)) > 1 or len(documents) < statistics.MIN_CLUSTERS
     numbers = {d: i for i, d in enumerate(dict.fromkeys(documents))}
     return ([numbers[d] for d in documents] if by_document else list(range(len(documents)))), by_document
 

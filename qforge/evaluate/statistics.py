@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-MIN_CLUSTERS = 8  # for an interval of a quantile
+MIN_CLUSTERS = 8  # for an interval of a quantile, and of a single document's windows
 MIN_RESAMPLED = 5
 MIN_TAIL = 10  # tokens beyond a quantile, for an interval
 RESAMPLES = 2000

@@ -181,5 +181,5 @@ def _notes(source: str, protocol: dict[str, Any], size: int) -> tuple[str, ...]:
     if protocol["cut"] == "windows" and protocol["dropped_tokens"] > protocol["text_tokens"] // 2:
         notes.append(f"{source}: {protocol['dropped_tokens']} of {protocol['text_tokens']} tokens lie outside full windows and are not scored; a smaller window scores more")
     if protocol["documents_scored"] == 1:
-        notes.append(f"{source}: one document, whose windows are taken as independent: the intervals tell of this text, not of others like it; .jsonl holds several, one a line")
+        notes.append(f"{source}: one document: its windows are taken as independent (below eight: no intervals), and figures tell of this text alone; .jsonl holds several")
     return tuple(notes)

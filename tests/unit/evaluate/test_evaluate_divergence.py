@@ -186,6 +186,9 @@ def test_clusters_are_documents_where_there_are_several() -> None:
     few = evaluate(ours, theirs, Windows(windows.ids, [i // 10 for i in range(20)]))
     assert few.protocol["cluster"] == "document"
     assert [c.tokens for c in few.clusters] == [390] * 2
+    assert evaluate(*problem([40] * 8)).protocol["cluster"] == "window"
+    one = evaluate(*problem([40] * 7))
+    assert (one.protocol["cluster"], len(one.clusters), one.kl_mean_ci95) == ("document", 1, None)
 
 
 def test_sums_of_clusters_give_the_figures() -> None:

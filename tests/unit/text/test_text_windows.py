@@ -101,7 +101,7 @@ def test_the_context_caps_the_window_and_that_is_said(plain: Any) -> None:
 
 
 def test_that_one_document_tells_of_itself_alone_is_said(plain: Any) -> None:
-    assert "one document, whose windows are taken as independent" in evaluation_windows(from_texts("t", [TEXT]), plain, 64).notes[-1]
+    assert "one document: its windows are taken as independent" in evaluation_windows(from_texts("t", [TEXT]), plain, 64).notes[-1]
     assert evaluation_windows(from_texts("t", [TEXT, TEXT]), plain, 64).notes == ()
 
 

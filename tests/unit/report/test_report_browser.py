@@ -30,9 +30,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write(folder / "results.json", folder, ["html"])
     rows = [
         {"name": "perplexity", "baseline": 9.1234, "candidate": 9.3, "kind": "ratio", "change": 1.019, "interval": [1.011, 1.027], "margin": 0.001, "detectable": 0.004,
-         "verdict": {"word": "worse", "needs_tokens": None}},
+         "verdict": {"word": "worse", "needs_tokens": None, "needs_between": None}},
         {"name": "kl_mean", "baseline": 0.1, "candidate": 0.101, "kind": "difference", "change": 0.001, "interval": None, "margin": 0.0001, "detectable": None,
-         "verdict": {"word": "not enough data", "needs_tokens": 120000}},
+         "verdict": {"word": "not enough data", "needs_tokens": 120000, "needs_between": [60000, 310000]}},
     ]  # fmt: skip
     history = [{"commit": f"{i:x}" * 40, "perplexity": 9 + i / 10, "kl_mean": None} for i in range(3)]
     gates = [{"name": "perplexity_ratio", "limit": "<= 1.01", "value": 1.019, "interval": [1.011, 1.027], "passed": False, "on": "error", "beyond": 0.009, "confidence": 0.99}]

@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
 
 from qforge.engines.base import chunks
 from qforge.errors import DataError, NumericalError, UnsupportedError
 from qforge.evaluate.divergence import evaluate
 from qforge.evaluate.scores import score_windows
 from qforge.evaluate.spelling import spelled
+from qforge.types import Guess, WorstToken
 
 VOCABULARY = 311
 
@@ -155,6 +158,17 @@ def test_the_worst_tokens_are_the_worst_and_can_be_read() -> None:
     assert read.context is not None
     assert read.context.endswith(f"<{windows.ids[read.window][read.position - 1]}>")
     assert read.expected_reference[0].text == f"<{read.expected_reference[0].token}>"
+
+
+def test_a_token_that_begins_a_word_is_read_with_its_blank() -> None:
+    """SentencePiece drops the blank of what stands first in a text, and so that of a token read alone."""
+    raw = Tokenizer(WordLevel({"▁surgeon": 0, "falls": 1, "▁falls": 2, "K": 3, "▁K": 4}, unk_token="K"))
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    worst = WorstToken(0, 1, 3.0, 2, 0.1, 0.5, [Guess(4, 0.4), Guess(3, 0.2)], [Guess(1, 0.5)])
+    ours, theirs, windows = problem([60])
+    found = spelled(replace(evaluate(ours, theirs, windows), worst_tokens=[worst]), [[0, 2]], raw.decode).worst_tokens[0]
+    assert (found.context, found.text) == ("surgeon", " falls")
+    assert ([g.text for g in found.expected], [g.text for g in found.expected_reference]) == ([" K", "K"], ["falls"])
 
 
 def test_equal_models_have_no_divergence_at_all() -> None:

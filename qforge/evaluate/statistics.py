@@ -81,9 +81,9 @@ def mean(values: ArrayLike, sizes: ArrayLike, *, seed: int = 0) -> Mean:
         starts = np.linspace(0, clusters, _MOST_CLUSTERS, endpoint=False).astype(int)
         x, t = np.add.reduceat(x, starts), np.add.reduceat(t, starts)
     value = math.fsum(x) / tokens
-    error = _errors(np.ones((1, len(t))), x, t)[1][0] if len(t) > 1 else math.inf
+    error = float(_errors(np.ones((1, len(t))), x, t)[1][0]) if len(t) > 1 else math.inf
     interval = None if clusters == 1 else _student_t(value, error, clusters) if clusters < MIN_RESAMPLED else _bootstrap_t(x, t, value, error, seed)
-    return Mean(value, float(error), interval, clusters, tokens)
+    return Mean(value, error, interval, clusters, tokens)
 
 
 def _errors(weights: NDArray[np.float64], x: NDArray[np.float64], t: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

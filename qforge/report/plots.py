@@ -124,9 +124,10 @@ def histogram(clusters: Sequence[Mapping[str, Any]], bins: int = 24) -> Histogra
 def round_values(low: float, high: float) -> list[float]:
     """A few round numbers inside of a range, for a logarithmic axis; evenly spaced ones when the range is narrow."""
     decades = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
-    inside = [v for e in decades for m in (1, 2, 5) if low <= (v := float(f"{m}e{e}")) <= high]
-    if len(inside) >= 3:
-        return inside[:: math.ceil(len(inside) / 7)]
+    for mantissas in ((1,), (1, 2, 5)):
+        inside = [v for e in decades for m in mantissas if low <= (v := float(f"{m}e{e}")) <= high]
+        if len(inside) >= 3:
+            return inside[:: math.ceil(len(inside) / 7)]
     least = math.floor(math.log10(high - low)) - 1
     step = next(v for e in range(least, least + 3) for m in (1, 2, 5) if (high - low) / (v := float(f"{m}e{e}")) <= 6)
     return [float(f"{i * step:.6g}") for i in range(math.ceil(low / step), math.floor(high / step) + 1)]

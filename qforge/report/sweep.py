@@ -108,7 +108,7 @@ def pareto(data: Data) -> Pareto | None:
         if not steps or py > steps[-1][1]:
             steps += [(px, steps[-1][1]), (px, py)] if steps else [(px, py)]
     line = " ".join(f"{px:.1f},{py:.1f}" for px, py in steps)
-    across = [Tick(x(v), size(v)) for v in _marks([v["size_bytes"] for _, v in known])]
+    across = _apart([Tick(x(v), size(v).replace(".0 ", " ")) for v in _marks([v["size_bytes"] for _, v in known])])
     up = [Tick(HEIGHT - y(v), f"{v:g}") for v in _marks([max(v["kl_mean"], 1e-9) for _, v in known])]
     return Pareto(WIDTH, HEIGHT, points, line, across, up)
 
@@ -132,6 +132,15 @@ def _scale(values: Sequence[float], length: float) -> Any:
 def _marks(values: Sequence[float]) -> list[float]:
     low, high = _ends(values)
     return round_values(math.exp(low), math.exp(high))
+
+
+def _apart(ticks: list[Tick]) -> list[Tick]:
+    """Without those whose text would touch the one before."""
+    kept: list[Tick] = []
+    for tick in ticks:
+        if not kept or tick.at - kept[-1].at > 1.1 * LETTER * len(tick.text):
+            kept.append(tick)
+    return kept
 
 
 def _labels(points: list[tuple[float, float]], texts: list[str]) -> list[tuple[float, float]]:

@@ -185,7 +185,7 @@ class Evaluation:
     """One model (candidate) on one text, beside another (reference) if there is one. Perplexity protocol: `protocol`, in words and numbers.
 
     `candidate`, `reference` and `base` hold `perplexity`, `nll` (nats per token) and, where the text's bytes are known, `bits_per_byte`, the first and last with `_ci95`.
-    Every `_ci95` is a 95 % interval that resamples clusters; None with fewer than eight. `power`: per figure, the smallest difference between two candidates that this
+    Every `_ci95` is a 95 % interval that resamples clusters; None with one (quantiles: below eight). `power`: per figure, the smallest difference between two candidates that this
     text would show in four of five comparisons.
     """
 

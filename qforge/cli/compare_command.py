@@ -19,8 +19,10 @@ def command(baseline: str, candidate: Path, gates: tuple[str, ...], out: Path | 
     BASELINE may also be a folder of past runs named by commit (<commit>.json or <commit>/results.json; FOLDER@REF for another ref than HEAD) or REF:PATH in git:
     where a commit has no run, its nearest ancestor is taken, and that is said. A text file of one line may name any of these, so that accepting a new baseline is a change
     of one line in the repository. Differences are paired by document and have 95 % intervals. Without --gate the exit code is 1 when perplexity, KL divergence or
-    agreement, or the accuracy of a task, is significantly worse. With --gate only the gates decide: one fails when the whole interval is beyond its limit, and one that
-    cannot be judged, because the text is too short for an interval, ends in exit code 2. A candidate whose own run failed always fails. Figures:
+    agreement, or the accuracy of a task, is significantly worse by more than matters: 0.1 % of perplexity, 0.25 % of the KL divergence, 0.2 % of the positions; where the runs
+    were calibrated with different tokens of one text (another seed), a tenth of the KL divergence and of the disagreement, and a fifth of the KL divergence (nats) in perplexity.
+    Where it fails and both artifacts lie beside their results.json, the weights that differ are named. With --gate only the gates decide: one fails when the whole interval is
+    beyond its limit, and one that cannot be judged, because the text is too short for an interval, ends in exit code 2. A candidate whose own run failed always fails. Figures:
     perplexity_ratio and size_change (candidate / baseline), kl_mean_change, top1_agreement_change and TASK.METRIC_change (candidate - baseline), and the candidate's own
     perplexity, kl_mean, top1_agreement, size_bytes, bits_per_weight, TASK.METRIC (acc alone where one task has it).
     """
@@ -33,10 +35,13 @@ def command(baseline: str, candidate: Path, gates: tuple[str, ...], out: Path | 
     from qforge.evaluate.compare import compare
     from qforge.evaluate.sides import parse, read
     from qforge.report import comparison, write_comparison
+    from qforge.search.altered import altered_files
 
     found = find(baseline, candidate)
-    result = compare(parse(found.text, found.name), read(candidate), gates)
-    result = replace(result, notes=[*found.notes, *result.notes], history=found.history)
+    sides = parse(found.text, found.name), read(candidate)
+    result = compare(*sides, gates)
+    told = None if result.passed else altered_files(Path(found.name), sides[0].results, candidate, sides[1].results)
+    result = replace(result, notes=[*([told] if told else []), *found.notes, *result.notes], history=found.history)
     written = result.to_json()
     data = json.loads(written)
     if out is not None:

@@ -11,7 +11,7 @@ from qforge.errors import DataError
 from qforge.evaluate.baseline import Past
 from qforge.evaluate.changes import changes, find
 from qforge.evaluate.interval_gates import GateCheck, check, size_figures
-from qforge.evaluate.rows import Row, text_rows
+from qforge.evaluate.rows import Row, recalibrated, text_rows
 from qforge.evaluate.sides import Side
 from qforge.evaluate.task_rows import task_rows
 
@@ -56,7 +56,7 @@ def compare(baseline: Side, candidate: Side, gates: Sequence[str] = ()) -> Compa
     notes = _reference_note(baseline, candidate) if references else ["KL divergence and agreement are not compared: at least one side was evaluated without --against"]
     asked, answered, said = task_rows(baseline, candidate)
     rows += asked
-    notes += [*said, *_calibration_note(candidate)]
+    notes += [*said, *_document_note(candidate), *_calibration_note(baseline, candidate)]
     checks = [check(text, figures | size_figures(baseline, candidate) | answered) for text in gates]
     passed = all(c.passed or c.on == "warn" for c in checks) if checks else all(r.verdict.word != "worse" for r in rows)
     cluster = baseline.evaluation["protocol"].get("cluster")
@@ -93,7 +93,14 @@ def _reference_note(baseline: Side, candidate: Side) -> list[str]:
     return [f"the two were measured against different originals (perplexity {math.exp(a):.4f} and {math.exp(b):.4f}): KL divergence and agreement are each against its own"]
 
 
-def _calibration_note(candidate: Side) -> list[str]:
-    """What is wrong with the candidate's calibration text, where a run has noticed it."""
+def _document_note(candidate: Side) -> list[str]:
+    protocol = candidate.evaluation["protocol"]
+    note = "the text is one document, whose windows are taken as independent: the intervals tell of this text, not of others like it; give several documents (.jsonl, one a line)"
+    return [note] if isinstance(protocol, dict) and protocol.get("cluster") == "window" else []
+
+
+def _calibration_note(baseline: Side, candidate: Side) -> list[str]:
+    """That another calibration widens what is the same; what is wrong with the candidate's calibration text, where a run has noticed it."""
+    wider = "calibrated with different tokens of one text, which alone gives such models: differences matter from a tenth of the KL divergence and of the disagreement on"
     warning = find(candidate.results, ("calibration", "likeness", "warning"))
-    return [f"calibration of the candidate: {warning}"] if warning else []
+    return [wider] * recalibrated(baseline, candidate) + [f"calibration of the candidate: {warning}"] * bool(warning)

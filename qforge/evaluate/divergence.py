@@ -15,8 +15,6 @@ from qforge.evaluate.tokens import Tokens
 from qforge.progress import SILENT, Progress
 from qforge.types import Cluster, Evaluation
 
-MIN_DOCUMENTS = statistics.MIN_CLUSTERS  # with fewer documents than that, windows are the clusters
-
 
 class Windows(Protocol):
     """What is scored (`qforge.text.EvaluationWindows`): token ids, the document of each window, the text's hash, the protocol."""
@@ -50,7 +48,7 @@ def evaluate(candidate: Scorer, reference: Scorer | None, windows: Windows, *, p
     """Score a text with one model, or with two in step.
 
     Perplexity is exp of the mean negative log-likelihood (nats) over all scored positions; KL is KL(reference || candidate) in nats per position; agreement is the share of
-    positions where both rank the same token first. Clusters are documents, or windows when there are fewer than 8 documents (`protocol["cluster"]` says which).
+    positions where both rank the same token first. Clusters are documents; of a single one its windows if there are eight (`protocol["cluster"]` says which).
 
     Raises:
         DataError: there is no window to score.
@@ -71,8 +69,8 @@ def evaluate(candidate: Scorer, reference: Scorer | None, windows: Windows, *, p
 
 
 def cluster_owners(documents: list[int]) -> tuple[list[int], bool]:
-    """The cluster of each window, numbered from 0 in order of appearance, and whether clusters are documents (else windows)."""
-    by_document = len(set(documents)) >= MIN_DOCUMENTS
+    """The cluster of each window, numbered from 0 in order of appearance, and whether clusters are documents (else windows, of a single document that has enough)."""
+    by_document = len(set(documents)) > 1 or len(documents) < statistics.MIN_CLUSTERS
     numbers = {d: i for i, d in enumerate(dict.fromkeys(documents))}
     return ([numbers[d] for d in documents] if by_document else list(range(len(documents)))), by_document
 

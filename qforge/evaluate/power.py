@@ -21,6 +21,11 @@ def expected(tokens: int, kl: float = EXPECTED_KL) -> float:
     return math.expm1(DETECTABLE * math.sqrt(2 * DESIGN_EFFECT * 2 * kl / tokens))
 
 
+def detectable(mean: Mean) -> float:
+    """The smallest difference that an interval of such a width excludes in four of five comparisons; infinite without an interval."""
+    return DETECTABLE / 1.959963984540054 * mean.half_width
+
+
 def promise(tokens: int) -> str:
     """That, in a sentence to be read before the run."""
     return f"evaluation: {tokens:,} tokens; expected to show differences of perplexity from {expected(tokens):.1%} on (two candidates with a KL divergence of about {EXPECTED_KL})"
@@ -37,7 +42,7 @@ def measured(log_ratio: Mean, kl: Mean, agreement: Mean) -> dict[str, float]:
         kl: KL divergence, nats per token.
         agreement: share of positions with the same first choice.
     """
-    if not math.isfinite(log_ratio.error):
+    if not math.isfinite(log_ratio.half_width):
         return {}
-    perplexity, divergence, share = (DETECTABLE * math.sqrt(2) * m.error for m in (log_ratio, kl, agreement))
+    perplexity, divergence, share = (math.sqrt(2) * detectable(m) for m in (log_ratio, kl, agreement))
     return {"perplexity_ratio": math.expm1(perplexity), "kl_mean": divergence, "top1_agreement": share}

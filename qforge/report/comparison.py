@@ -62,7 +62,10 @@ def _short(name: str) -> str:
 def row(r: Data) -> tuple[str, ...]:
     """A figure's cells, as HEADER."""
     ends, digits, title = r["interval"], 6 if r["name"] == "kl_mean" else 4, TITLES.get(r["name"], f"task {r['name']}")
-    verdict = r["verdict"]["word"] if r["verdict"]["needs_tokens"] is None else f"{r['verdict']['word']} (needs about {r['verdict']['needs_tokens']:,} {r['unit']})"
+    verdict = r["verdict"]["word"]
+    if r["verdict"]["needs_tokens"] is not None:
+        between = "" if r["verdict"]["needs_between"] is None else "; {:,} to {:,}".format(*r["verdict"]["needs_between"])
+        verdict += f" (needs about {r['verdict']['needs_tokens']:,} {r['unit']}{between})"
     if verdict == "same" and ends is not None and not ends[0] <= (1 if r["kind"] == "ratio" else 0) <= ends[1]:
         verdict = "same (differs by less than matters)"
     if r["kind"] == "ratio":

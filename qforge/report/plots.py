@@ -97,7 +97,7 @@ def scatter(clusters: Sequence[Mapping[str, Any]]) -> Scatter | None:
 
     every = math.ceil(len(pairs) / MOST_POINTS)
     points = [(left + at(a), side - at(b), f"original {math.exp(min(a, 700)):.2f}, quantized {math.exp(min(b, 700)):.2f}") for a, b in pairs[::every]]
-    ticks = [Tick(at(math.log(value)), f"{value:g}") for value in _round_values(math.exp(min(low, 700)), math.exp(min(high, 700)))]
+    ticks = [Tick(at(math.log(value)), f"{value:g}") for value in round_values(math.exp(min(low, 700)), math.exp(min(high, 700)))]
     return Scatter(side, left, points, ticks, len(points), len(pairs))
 
 
@@ -121,12 +121,13 @@ def histogram(clusters: Sequence[Mapping[str, Any]], bins: int = 24) -> Histogra
     return Histogram(width, height, bars, [Tick(width * i / 4, f"{top * i / 4:.2g}") for i in range(5)], mean / top * width)
 
 
-def _round_values(low: float, high: float) -> list[float]:
-    """A few round numbers inside of a range, for a logarithmic axis; finer ones when the range is narrow."""
-    digits = [1.0, 2.0, 5.0], [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0], [1 + i / 10 for i in range(90)]
-    for mantissas in digits:
-        values = [m * 10.0**e for e in range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1) for m in mantissas]
-        inside = [float(f"{v:.6g}") for v in values if low <= v <= high]
+def round_values(low: float, high: float) -> list[float]:
+    """A few round numbers inside of a range, for a logarithmic axis; evenly spaced ones when the range is narrow."""
+    decades = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
+    for mantissas in ((1,), (1, 2, 5)):
+        inside = [v for e in decades for m in mantissas if low <= (v := float(f"{m}e{e}")) <= high]
         if len(inside) >= 3:
             return inside[:: math.ceil(len(inside) / 7)]
-    return [float(f"{v:.3g}") for v in (low, high)]
+    least = math.floor(math.log10(high - low)) - 1
+    step = next(v for e in range(least, least + 3) for m in (1, 2, 5) if (high - low) / (v := float(f"{m}e{e}")) <= 6)
+    return [float(f"{i * step:.6g}") for i in range(math.ceil(low / step), math.floor(high / step) + 1)]

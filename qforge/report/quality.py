@@ -58,6 +58,10 @@ def described(e: Mapping[str, Any]) -> str:
     protocol = e.get("protocol") or {}
     unit = protocol.get("cluster", "cluster")
     words = f"{e['tokens']:,} scored tokens; intervals resample {len(e['clusters']):,} {unit}{'s' if len(e['clusters']) != 1 else ''}. Quantized model: {e['engine']}."
+    if protocol.get("cluster") == "window":
+        words += " They are of one document and taken as independent: the intervals tell of this text, not of others like it."
+    elif len(e["clusters"]) < 5:
+        words += " So few give wide intervals (Student's t)."
     if e.get("reference_engine"):
         words += f" Original: {e['reference_engine']}."
     for protocol in [t["protocol"] for t in (e.get("tasks") or {}).values()][:1]:

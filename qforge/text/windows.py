@@ -180,4 +180,6 @@ def _notes(source: str, protocol: dict[str, Any], size: int) -> tuple[str, ...]:
         notes.append(f"{source}: no document fills a window of {size} tokens; each is scored as a whole (the longest has {protocol['window']} tokens)")
     if protocol["cut"] == "windows" and protocol["dropped_tokens"] > protocol["text_tokens"] // 2:
         notes.append(f"{source}: {protocol['dropped_tokens']} of {protocol['text_tokens']} tokens lie outside full windows and are not scored; a smaller window scores more")
+    if protocol["documents_scored"] == 1:
+        notes.append(f"{source}: one document: its windows are taken as independent (below eight: no intervals), and figures tell of this text alone; .jsonl holds several")
     return tuple(notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -396,7 +397,7 @@ def test_an_adapter_merged_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("method", "count"), [("rtn", 4), ("gptq", 22)])
 def test_honest_runs_raise_no_alarm(tmp_path: Path, method: str, count: int) -> None:
-    """Other thread counts and calibration seeds, against the first run: nothing is worse beyond a gate of one percent of perplexity and a tenth of the divergence."""
+    """Other thread counts and calibration seeds, each run against each, on a text that shows small differences: nothing is worse by more than calibration does."""
     tiny.make(tmp_path / "model")
     runs = []
     for i in range(count):
@@ -404,10 +405,7 @@ def test_honest_runs_raise_no_alarm(tmp_path: Path, method: str, count: int) -> 
             tmp_path, quantize={"method": method, "scheme": "int4-g32-sym"}, export=[], run={"threads": 1 + i % 2},
             calibration={"source": "calibration.txt", "samples": 16, "sequence_length": 64, "seed": i // 2},
         )  # fmt: skip
+        (tmp_path / "evaluation.txt").write_text(prose(2, 6000))
         runs.append(qforge.quantize(recipe, out=tmp_path / f"out{i}"))
     sides = [parse(r.to_json(), str(i)) for i, r in enumerate(runs)]
-    first = runs[0].evaluation
-    assert first is not None
-    gates = honest_gates(first.kl_mean)
-    assert [i for i, side in enumerate(sides[1:]) if not compare(sides[0], side, gates).passed] == []
-    assert all(compare(a, b).passed for a, b in zip(sides[::2], sides[1::2], strict=True))  # only the threads differ
+    assert [(a.path, b.path) for a, b in itertools.permutations(sides, 2) if not compare(a, b).passed] == []

@@ -120,6 +120,20 @@ def test_gates_decide_by_the_interval(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "not sure" in capsys.readouterr().out
 
 
+def test_what_another_calibration_alone_makes_is_the_same_and_more_is_worse(tmp_path: Path) -> None:
+    def found(kl: float, sha256: str, text: str = "t") -> str:
+        sides = (("a.json", 0.0, {"sha256": "a", "text_sha256": "t"}), ("b.json", kl, {"sha256": sha256, "text_sha256": text}))
+        result = compare(*(read(write(tmp_path, name, {"evaluation": evaluation(kl=k), "calibration": c})) for name, k, c in sides))
+        assert sum("calibrated with different tokens" in n for n in result.notes) == (sha256 != "a" and text == "t")
+        return result.rows[1].verdict.word
+
+    assert evaluation()["kl_mean"] == pytest.approx(0.07, abs=0.005)
+    assert found(0.006, "b") == "same"
+    assert found(0.009, "b") == "worse"
+    assert found(0.002, "a") == "worse"
+    assert found(0.002, "b", "another text") == "worse"
+
+
 def test_results_json_and_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = write(tmp_path, "a.json", {"evaluation": evaluation(), "recipe": {"quantize": {"scheme": "int4-g64-sym"}}, "model": {"source": "m"}, "artifact": {"bits_per_weight": 4.25}})
     b = write(tmp_path, "b.json", {"evaluation": evaluation(), "recipe": {"quantize": {"scheme": "int4-g32-sym"}}, "model": {"source": "m"}, "artifact": {"bits_per_weight": 4.5}})
@@ -137,6 +151,12 @@ def test_perplexity_alone_is_compared_where_one_side_has_no_reference(tmp_path: 
     assert "at least one side was evaluated without --against" in capsys.readouterr().out
     assert run(a, b, "--gate", "kl_mean <= 1") == 2
     assert "kl_mean is not known here; allowed are perplexity_ratio, perplexity" in capsys.readouterr().err
+
+
+def test_that_one_document_tells_of_itself_alone_is_said(tmp_path: Path) -> None:
+    for cluster, told in (("window", 1), ("document", 0)):
+        side = read(write(tmp_path, "a.json", changed(protocol={"window": 256, "cluster": cluster})))
+        assert sum("the text is one document" in n for n in compare(side, side).notes) == told
 
 
 def test_another_original_is_named(tmp_path: Path) -> None:
@@ -291,7 +311,7 @@ def test_answers_are_paired_and_few_are_not_enough(tmp_path: Path, capsys: pytes
     assert found(False)[0] == "not enough data"
     assert found(True)[1] < found(False)[1] / 2
     assert run(tmp_path / "a.json", tmp_path / "b.json") == 0
-    assert " questions)" in capsys.readouterr().out
+    assert " questions" in capsys.readouterr().out
 
 
 def test_of_many_equal_tasks_none_fails_by_chance(tmp_path: Path) -> None:

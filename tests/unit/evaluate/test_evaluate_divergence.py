@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
 
 from qforge.engines.base import chunks
 from qforge.errors import DataError, NumericalError, UnsupportedError
 from qforge.evaluate.divergence import evaluate
 from qforge.evaluate.scores import score_windows
 from qforge.evaluate.spelling import spelled
+from qforge.types import Guess, WorstToken
 
 VOCABULARY = 311
 
@@ -157,6 +160,17 @@ def test_the_worst_tokens_are_the_worst_and_can_be_read() -> None:
     assert read.expected_reference[0].text == f"<{read.expected_reference[0].token}>"
 
 
+def test_a_token_that_begins_a_word_is_read_with_its_blank() -> None:
+    """SentencePiece drops the blank of what stands first in a text, and so that of a token read alone."""
+    raw = Tokenizer(WordLevel({"▁surgeon": 0, "falls": 1, "▁falls": 2, "K": 3, "▁K": 4}, unk_token="K"))
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    worst = WorstToken(0, 1, 3.0, 2, 0.1, 0.5, [Guess(4, 0.4), Guess(3, 0.2)], [Guess(1, 0.5)])
+    ours, theirs, windows = problem([60])
+    found = spelled(replace(evaluate(ours, theirs, windows), worst_tokens=[worst]), [[0, 2]], raw.decode).worst_tokens[0]
+    assert (found.context, found.text) == ("surgeon", " falls")
+    assert ([g.text for g in found.expected], [g.text for g in found.expected_reference]) == ([" K", "K"], ["falls"])
+
+
 def test_equal_models_have_no_divergence_at_all() -> None:
     ours, _, windows = problem([200] * 10)
     got = evaluate(ours, ours, windows)
@@ -174,7 +188,7 @@ def test_a_candidate_alone_has_only_its_perplexity() -> None:
     assert all(c.kl_sum is None and c.nll_reference is None and c.agree is None for c in alone.clusters)
 
 
-def test_clusters_are_documents_where_there_are_enough() -> None:
+def test_clusters_are_documents_where_there_are_several() -> None:
     ours, theirs, windows = problem([40] * 20)
     by_window = evaluate(ours, theirs, windows)
     assert [c.tokens for c in by_window.clusters] == [39] * 20
@@ -183,14 +197,17 @@ def test_clusters_are_documents_where_there_are_enough() -> None:
     assert [c.tokens for c in by_document.clusters] == [78] * 10
     assert by_document.protocol["cluster"] == "document"
     assert by_document.kl_mean == pytest.approx(by_window.kl_mean, rel=1e-12)
-    few = evaluate(ours, theirs, Windows(windows.ids, [i // 5 for i in range(20)]))
-    assert few.protocol["cluster"] == "window"
+    few = evaluate(ours, theirs, Windows(windows.ids, [i // 10 for i in range(20)]))
+    assert few.protocol["cluster"] == "document"
+    assert [c.tokens for c in few.clusters] == [390] * 2
+    assert evaluate(*problem([40] * 8)).protocol["cluster"] == "window"
+    one = evaluate(*problem([40] * 7))
+    assert (one.protocol["cluster"], len(one.clusters), one.kl_mean_ci95) == ("document", 1, None)
 
 
 def test_sums_of_clusters_give_the_figures() -> None:
     ours, theirs, windows = problem([40, 50, 60])
     got = evaluate(ours, theirs, windows)
-    assert got.perplexity_ratio_ci95 is None
     assert math.exp(sum(c.nll_candidate for c in got.clusters) / got.tokens) == pytest.approx(got.candidate["perplexity"], rel=1e-12)
     assert sum(c.kl_sum or 0 for c in got.clusters) / got.tokens == pytest.approx(got.kl_mean, rel=1e-12)
     assert sum(c.agree or 0 for c in got.clusters) / got.tokens == got.top1_agreement

@@ -22,6 +22,10 @@ CONTRAST = """(() => {
     const [a, b] = [light(getComputedStyle(e).color), light(ground(e))].sort((x, y) => y - x); return (a + .05) / (b + .05); }));
 })()"""
 
+APART = """(() => {
+  const boxes = [...document.querySelectorAll('text.label')].map(e => e.getBoundingClientRect());
+  return boxes.length > 3 && boxes.every((a, i) => boxes.every((b, j) => i >= j || a.right <= b.left || b.right <= a.left || a.bottom <= b.top || b.bottom <= a.top)); })()"""
+
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -30,9 +34,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write(folder / "results.json", folder, ["html"])
     rows = [
         {"name": "perplexity", "baseline": 9.1234, "candidate": 9.3, "kind": "ratio", "change": 1.019, "interval": [1.011, 1.027], "margin": 0.001, "detectable": 0.004,
-         "verdict": {"word": "worse", "needs_tokens": None}},
+         "verdict": {"word": "worse", "needs_tokens": None, "needs_between": None}},
         {"name": "kl_mean", "baseline": 0.1, "candidate": 0.101, "kind": "difference", "change": 0.001, "interval": None, "margin": 0.0001, "detectable": None,
-         "verdict": {"word": "not enough data", "needs_tokens": 120000}},
+         "verdict": {"word": "not enough data", "needs_tokens": 120000, "needs_between": [60000, 310000]}},
     ]  # fmt: skip
     history = [{"commit": f"{i:x}" * 40, "perplexity": 9 + i / 10, "kl_mean": None} for i in range(3)]
     gates = [{"name": "perplexity_ratio", "limit": "<= 1.01", "value": 1.019, "interval": [1.011, 1.027], "passed": False, "on": "error", "beyond": 0.009, "confidence": 0.99}]
@@ -47,7 +51,8 @@ def sweep() -> dict[str, Any]:
     """Seven variants: one whose gate failed, one that could not be computed; names as long as they get."""
     variants = [
         {"name": f"awq+gptq-int{b}-g64-sym{'-long' * (b == 3)}", "changes": {"quantize.method": "['awq', 'gptq']", "quantize.scheme": f"int{b}-g64-sym"}, "path": f"variants/{b}",
-         "error": None, "passed": b > 2, "failed_gates": [] if b > 2 else ["kl_mean"], "artifact_sha256": "a" * 64, "size_bytes": 17_000_000 * (b + 2), "size_ratio": 0.06 * b,
+         "error": None, "passed": b > 2, "num_gates": int(b < 8),
+         "failed_gates": [] if b > 2 else ["kl_mean"], "artifact_sha256": "a" * 64, "size_bytes": 17_000_000 * (b + 2), "size_ratio": 0.06 * b,
          "bits_per_weight": b + 0.25, "perplexity": 20 + 9 / b**2, "perplexity_ratio": 1 + 0.5 / b**2, "perplexity_ratio_ci95": [1.0, 1.2],
          "kl_mean": 2.0 / 3.5**b, "kl_mean_ci95": [1.9 / 3.5**b, 2.1 / 3.5**b],
          "top1_agreement": 1 - 0.5 / b, "top1_agreement_ci95": None, "tokens_per_second": 40.0 - b, "seconds": 60.0, "front": True,
@@ -85,6 +90,10 @@ def test_a_page_in_a_browser(pages: dict[str, Path], chromium: browser.Browser, 
     assert chromium.evaluate(CONTRAST) >= 4.5  # WCAG AA
     assert chromium.evaluate("document.querySelector('.verdict strong').getBoundingClientRect().top") < 200
     assert chromium.evaluate("[...document.querySelectorAll('td.FAILED')].every(e => e.getBoundingClientRect().left < innerWidth - 60)"), "a verdict is out of sight"
+    if name == "sweep":
+        assert chromium.evaluate(APART), "labels touch"
+    if width == 390 and name == "comparison":
+        assert chromium.evaluate("[...document.querySelectorAll('td')].every(e => e.getBoundingClientRect().right <= innerWidth)"), "a figure is out of sight"
     if width == 1280 and name != "report":
         assert chromium.evaluate("[...document.querySelectorAll('.scroll')].every(e => e.scrollWidth <= e.clientWidth)"), "a table is cut"
     sizes = "[...document.querySelectorAll('svg text')].map(e => { const m = e.getScreenCTM(); return parseFloat(getComputedStyle(e).fontSize) * Math.hypot(m.a, m.b); })"

@@ -97,7 +97,12 @@ def test_the_context_caps_the_window_and_that_is_said(plain: Any) -> None:
     found = evaluation_windows(from_texts("t", [TEXT]), plain, 4096, context=64)
     assert found.protocol["window"] == 64
     assert found.protocol["window_requested"] == 4096
-    assert found.notes == ("window: 4096 tokens asked for, capped at the model's context of 64",)
+    assert found.notes[0] == "window: 4096 tokens asked for, capped at the model's context of 64"
+
+
+def test_that_one_document_tells_of_itself_alone_is_said(plain: Any) -> None:
+    assert "one document: its windows are taken as independent" in evaluation_windows(from_texts("t", [TEXT]), plain, 64).notes[-1]
+    assert evaluation_windows(from_texts("t", [TEXT, TEXT]), plain, 64).notes == ()
 
 
 def test_much_dropped_text_is_said(plain: Any) -> None:

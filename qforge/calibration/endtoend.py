@@ -104,15 +104,15 @@ def tune(
 
 
 def _last(blocks: BlockModel, inputs: Sequence[Kept], room: Room, progress: Progress) -> list[Kept]:
-    """What the original's last block gives, `[B, T, D]` in half precision, by batch."""
+    """What the original's last block gives, `[B, T, D]` fp32, by batch."""
     hidden = list(inputs)
     for index in progress.track(range(blocks.num_blocks), "run", blocks.num_blocks):
         with blocks.block(index) as module, fast_products(module):
             for i, x in enumerate(hidden):
-                out = blocks.run(index, module, x.load().float())
+                out = blocks.run(index, module, x.load())
                 if index > 0:
                     x.free()
-                hidden[i] = room.copy(out) if index + 1 == blocks.num_blocks else room.keep(out)
+                hidden[i] = room.keep(out)
     return hidden
 
 
@@ -153,7 +153,7 @@ def _divergence(blocks: BlockModel, modules: Sequence[nn.Module], logits: Logits
         hidden = blocks.run(index, module, hidden, gradients=True)
     positions = hidden.detach().flatten(0, 1)
     slopes, total = torch.empty_like(positions), 0.0
-    for x, y, slope in zip(positions.split(CHUNK), wanted.float().flatten(0, 1).split(CHUNK), slopes.split(CHUNK), strict=True):
+    for x, y, slope in zip(positions.split(CHUNK), wanted.flatten(0, 1).split(CHUNK), slopes.split(CHUNK), strict=True):
         with torch.no_grad():
             target = logits(y).log_softmax(-1)
         x.requires_grad_()

@@ -30,7 +30,7 @@ class Variant:
         tokens_per_second: that one sequence gets from the built-in runtime; None where it does not run the model.
         seconds: what its own work took, without what it found finished.
         front: no other variant is as small, as near to the original and as fast, and better in one of them.
-            As near: the paired difference's interval holds zero; as fast: within 5 %.
+            As near: the paired difference's interval holds zero; as fast: of the same size, or within 5 %.
         against_best: its divergence against the least one of the sweep, paired: `best`, `same`, `worse`, `not enough data (needs about N tokens)`.
     """
 
@@ -115,7 +115,9 @@ def _dominates(a: Variant, b: Variant, nearer: int) -> bool:
     assert a.size_bytes is not None
     assert b.size_bytes is not None
     smaller = _beyond(b.size_bytes, a.size_bytes, SAME_SIZE)
-    faster = 0 if a.tokens_per_second is None or b.tokens_per_second is None else _beyond(a.tokens_per_second, b.tokens_per_second, SAME_SPEED)
+    faster = 0  # of the same size they run the same kernels
+    if smaller and a.tokens_per_second is not None and b.tokens_per_second is not None:
+        faster = _beyond(a.tokens_per_second, b.tokens_per_second, SAME_SPEED)
     return min(smaller, nearer, faster) >= 0 and max(smaller, nearer, faster) > 0
 
 

@@ -1,0 +1,131 @@
+"""Scales tuned together: gradients against autograd over transformers' whole model in fp64; what it does to the divergence; what a run makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+import qforge
+from qforge import numerics, pipeline
+from qforge.calibration import endtoend
+from qforge.calibration.precision import native
+from qforge.calibration.room import Room
+from qforge.errors import UnsupportedError
+from qforge.models.blocks import BlockModel
+from qforge.models.model import open_model
+from qforge.progress import SILENT
+from qforge.qlinear import QuantizedLinear
+from qforge.scheme import parse
+
+
+def windows(count: int, seed: int) -> torch.Tensor:
+    return torch.randint(3, 300, (count, 64), generator=torch.Generator().manual_seed(seed))
+
+
+def rounded(blocks: BlockModel, folder: Path, text: str) -> dict[str, QuantizedLinear]:
+    weights, scheme = open_model(str(folder)).weights, parse(text)
+    found = {}
+    for name in [n for i in range(blocks.num_blocks) for n in blocks.linears(i)]:
+        weight = weights.read(f"{name}.weight").float()
+        found[name] = numerics.quantize(weight, scheme, *numerics.minmax_parameters(weight, scheme))
+    return found
+
+
+def with_weights(folder: Path, linears: dict[str, QuantizedLinear], dtype: torch.dtype) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    for name, q in linears.items():
+        model.get_submodule(name).weight.data = numerics.dequantize(q).to(dtype)
+    return model
+
+
+def divergence(folder: Path, linears: dict[str, QuantizedLinear], ids: torch.Tensor, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.nn.Module]:
+    model = with_weights(folder, linears, dtype)
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()(input_ids=ids).logits.log_softmax(-1)
+    found = model(input_ids=ids).logits.log_softmax(-1)
+    return (wanted.exp() * (wanted - found)).sum(-1).mean(), model
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
+@pytest.mark.parametrize("text", ["int4-g32-asym", "int3-channel-sym"])
+def test_gradients_by_scales_equal_autograd_over_the_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, text: str) -> None:
+    monkeypatch.setattr(native, "has_bf16_products", lambda: False)
+    tiny.make(tmp_path, family)
+    blocks, ids = BlockModel(open_model(str(tmp_path))), windows(3, 1)
+    linears = rounded(blocks, tmp_path, text)
+    wanted, theirs = divergence(tmp_path, linears, ids)
+    wanted.backward()
+    inputs = [Room().keep(h) for h in blocks.embed([ids])]
+    last = endtoend._last(blocks, inputs, Room(), SILENT)
+    with endtoend._student(blocks, linears, {}) as (modules, tuned), blocks.head(gradients=True) as logits:
+        found = endtoend._divergence(blocks, modules, logits, inputs[0].load(), last[0].load())
+        assert tuned.keys() == linears.keys()
+        for name, linear in tuned.items():
+            expected = theirs.get_submodule(name).weight.grad
+            assert linear.module.weight.grad is not None
+            assert (linear.module.weight.grad - expected).norm() < 1e-3 * expected.norm(), name
+            q = linear.start
+            steps = q.codes.double() - (0 if q.zeros is None else numerics.expand(q.zeros, q.scheme, q.out_features, q.in_features).double())
+            by_scale = (expected * steps).view(*q.scales.shape, -1).sum(-1) * q.scales.double()
+            linear.move(1, 0.0)
+            assert (linear.mean / (1 - endtoend.MOMENTS[0]) - by_scale).norm() < 1e-3 * by_scale.norm(), name
+    assert found == pytest.approx(wanted.item(), rel=1e-4)
+
+
+def test_the_divergence_falls_on_this_text_and_on_other_text(tmp_path: Path) -> None:
+    tiny.make(tmp_path, "llama")
+    blocks = BlockModel(open_model(str(tmp_path)))
+    linears = rounded(blocks, tmp_path, "int3-g32-sym")
+    scales = endtoend.tune(blocks, linears, {}, windows(128, 2), 40, Room(), SILENT)
+    assert scales.keys() == linears.keys()
+    after = {name: QuantizedLinear(q.scheme, q.codes, scales[name]) for name, q in linears.items()}
+    for seed in (2, 3):
+        with torch.no_grad():
+            before, now = (float(divergence(tmp_path, found, windows(64, seed), torch.float32)[0]) for found in (linears, after))
+        assert now < 0.97 * before, (seed, before, now)
+    for name, q in after.items():
+        assert torch.equal(q.scales, numerics.round_scale(q.scales, q.scheme.scale.type)), name
+
+
+def recipe(folder: Path, options: str, method: str = "gptq", scheme: str = "int4-g32-sym") -> Path:
+    if not (folder / "m").exists():
+        tiny.make(folder / "m", "llama", layers=2)
+    text = f"""
+version: 1
+model: {{source: m}}
+calibration: {{samples: 4, sequence_length: 64}}
+quantize: {{method: {method}, scheme: {scheme}, options: {options}}}
+evaluate: null
+"""
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_run_tunes_scales_alone_and_takes_them_up_again(tmp_path: Path) -> None:
+    qforge.quantize(recipe(tmp_path, "{}"), out=tmp_path / "plain")
+    first = qforge.quantize(recipe(tmp_path, "{tune: 3}"), out=tmp_path / "tuned")
+    again = qforge.quantize(recipe(tmp_path, "{tune: 3}"), out=tmp_path / "tuned")
+    other = qforge.quantize(recipe(tmp_path, "{tune: 3}"), out=tmp_path / "other")
+    assert again.work["computed"] == 0
+    assert first.artifact["sha256"] == again.artifact["sha256"] == other.artifact["sha256"]
+    plain, tuned = (open_model(str(tmp_path / name / "model")) for name in ("plain", "tuned"))
+    assert len(plain.schemes) == 14
+    for name in plain.schemes:
+        a, b = plain.linear(name), tuned.linear(name)
+        assert torch.equal(a.codes, b.codes)
+        assert not torch.equal(a.scales, b.scales)
+        assert (b.scales / a.scales - 1).abs().max() < 0.02  # three steps of at most RATE, and the rounding of scales
+
+
+@pytest.mark.parametrize(
+    ("method", "scheme", "message"),
+    [("rtn", "int4-g32-sym", "method rtn takes none"), ("gptq", "w8a8-int8", "unrounded activations"), ("gptq", "nvfp4", "integers with one scale")],
+)
+def test_what_cannot_be_tuned_is_refused(tmp_path: Path, method: str, scheme: str, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        pipeline.plan(recipe(tmp_path, "{tune: 3}", method, scheme))

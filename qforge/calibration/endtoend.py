@@ -61,7 +61,8 @@ class _Tuned:
 
     def move(self, step: int, rate: float) -> None:
         """One step of Adam (arXiv 1412.6980) along the weight's gradient."""
-        assert self.module.weight.grad is not None
+        if self.module.weight.grad is None:  # an expert that no token of the step was given to
+            return
         weight = self.module.weight.detach()
         gradient = (self.module.weight.grad * weight).view(*self.factors.shape, -1).sum(-1)  # by the scale's logarithm
         first, second = MOMENTS

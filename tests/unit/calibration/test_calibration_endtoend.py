@@ -91,6 +91,27 @@ def test_the_divergence_falls_on_this_text_and_on_other_text(tmp_path: Path) -> 
         assert torch.equal(q.scales, numerics.round_scale(q.scales, q.scheme.scale.type)), name
 
 
+def test_experts_are_tuned_by_the_tokens_that_they_are_given(tmp_path: Path) -> None:
+    """With few tokens in a step some of many experts are given none."""
+    tiny.make(tmp_path, "qwen3_moe", layers=1, num_experts=64, num_experts_per_tok=2, moe_intermediate_size=32)
+    blocks = BlockModel(open_model(str(tmp_path)))
+    weights, scheme = open_model(str(tmp_path)).weights, parse("int4-g32-sym")
+    linears = {}
+    for name in [n for n in blocks.linears(0) if n not in blocks.routers]:
+        weight = weights.read(f"{name}.weight").float() if f"{name}.weight" in weights.names() else blocks_weight(blocks, name)
+        linears[name] = numerics.quantize(weight, scheme, *numerics.minmax_parameters(weight, scheme))
+    scales = endtoend.tune(blocks, linears, {}, windows(1, 4)[:, :8], 2, Room(), SILENT)
+    moved = [name for name, q in linears.items() if not torch.equal(scales[name], q.scales)]
+    assert any("experts" in name for name in moved)
+    assert any("experts" in name for name in linears.keys() - set(moved))
+
+
+def blocks_weight(blocks: BlockModel, name: str) -> torch.Tensor:
+    """Of one expert, out of the tensor that transformers keeps all of them in."""
+    with blocks.block(0):
+        return blocks.linears(0)[name].weight.detach().clone()
+
+
 def recipe(folder: Path, options: str, method: str = "gptq", scheme: str = "int4-g32-sym") -> Path:
     if not (folder / "m").exists():
         tiny.make(folder / "m", "llama", layers=2)

@@ -11,6 +11,11 @@ import browser
 import pytest
 from conftest import sample
 
+from qforge.evaluate.baseline import Past
+from qforge.evaluate.compare import Comparison
+from qforge.evaluate.interval_gates import GateCheck
+from qforge.evaluate.rows import Row
+from qforge.evaluate.statistics import Verdict
 from qforge.report import write, write_comparison, write_sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium is installed")]
@@ -33,16 +38,14 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (folder / "results.json").write_text(sample().to_json())
     write(folder / "results.json", folder, ["html"])
     rows = [
-        {"name": "perplexity", "baseline": 9.1234, "candidate": 9.3, "kind": "ratio", "change": 1.019, "interval": [1.011, 1.027], "margin": 0.001, "detectable": 0.004,
-         "verdict": {"word": "worse", "needs_tokens": None, "needs_between": None}},
-        {"name": "kl_mean", "baseline": 0.1, "candidate": 0.101, "kind": "difference", "change": 0.001, "interval": None, "margin": 0.0001, "detectable": None,
-         "verdict": {"word": "not enough data", "needs_tokens": 120000, "needs_between": [60000, 310000]}},
-    ]  # fmt: skip
-    history = [{"commit": f"{i:x}" * 40, "perplexity": 9 + i / 10, "kl_mean": None} for i in range(3)]
-    gates = [{"name": "perplexity_ratio", "limit": "<= 1.01", "value": 1.019, "interval": [1.011, 1.027], "passed": False, "on": "error", "beyond": 0.009, "confidence": 0.99}]
-    data = {"baseline": "a.json", "candidate": "b.json", "rows": rows, "gates": gates, "changed": {"recipe": ["quantize.scheme: int4 -> int3" * 9]}, "notes": ["a note"],
-            "tokens": 90000, "clusters": 350, "passed": False, "history": history, "schema_version": 1}  # fmt: skip
-    write_comparison(json.dumps(data), folder)
+        Row("perplexity", 9.1234, 9.3, "ratio", 1.019, (1.011, 1.027), 0.001, 0.004, Verdict("worse")),
+        Row("kl_mean", 0.1, 0.101, "difference", 0.001, None, 0.0001, None, Verdict("not enough data", 120000, (60000, 310000))),
+    ]
+    history = [Past(f"{i:x}" * 40, 9 + i / 10, None) for i in range(3)]
+    gates = [GateCheck("perplexity_ratio", "<= 1.01", 1.019, (1.011, 1.027), False, "error", 0.009, 0.99)]
+    changed = {"recipe": ["quantize.scheme: int4 -> int3" * 9]}
+    data = Comparison("a.json", "b.json", rows, gates, changed, ["a note"], 90000, 350, "document", [], False, history)
+    write_comparison(data.to_json(), folder)
     write_sweep(json.dumps(sweep()), folder)
     return {name: folder / f"{name}.html" for name in ("report", "comparison", "sweep")}
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from qforge import __version__
-from qforge.errors import QforgeError
+from qforge.errors import QforgeError, RecipeError
 
 # Threads of torch's that wait for work give their core away instead of spinning. On a machine that is busy otherwise GPTQ of a small model took 87 s spinning and 7.5 s so.
 # OpenMP reads this when torch is imported, which every verb does later.
@@ -76,7 +76,7 @@ def main(args: list[str] | None = None) -> Any:
     except QforgeError as e:
         if debug:
             raise
-        click.echo(f"error: {e}", err=True)
+        click.echo(f"error: {_shown(e)}", err=True)
         sys.exit(e.exit_code)
     except BrokenPipeError:
         sys.exit(141)
@@ -85,3 +85,14 @@ def main(args: list[str] | None = None) -> Any:
             raise
         click.echo(f"internal error: {type(e).__name__}: {e}\nThis is a defect of qforge; run again with --debug for the traceback.", err=True)
         sys.exit(70)
+    except BaseException as e:
+        if debug or type(e).__module__ != "pyo3_runtime":
+            raise
+        click.echo(f"error: a library that reads the model's files stopped ({_shown(e)}); they are damaged, or ask for what it does not know", err=True)  # a panic of Rust code
+        sys.exit(2)
+
+
+def _shown(e: BaseException) -> str:
+    """A message as one line (a recipe's may have several), without what a terminal would obey."""
+    text = str(e) if isinstance(e, RecipeError) else " ".join(str(e).split())
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -113,7 +113,10 @@ class OnnxRuntimeEngine:
 def _rounds_to_fp8(folder: Path) -> bool:
     import onnx
 
-    model = onnx.load(str(folder / MODEL), load_external_data=False)
+    try:
+        model = onnx.load(str(folder / MODEL), load_external_data=False)
+    except Exception as e:  # protobuf's own kinds
+        raise ModelError(f"{folder / MODEL} is no ONNX model, or damaged: {' '.join(str(e).split())[:200]}") from e
     kinds = {p.key: p.value for p in model.metadata_props}
     return "+fp8" in kinds.get("qforge.schemes", "")
 

@@ -77,6 +77,7 @@ def _directory(path: Path, check: bool) -> dict[str, Any]:
     quantized = sum(entry["weights"] for entry in linears)
     if check:
         _read_all(model)
+        model.tokenizer()
     return {
         "path": str(path),
         "kind": _kind(path),

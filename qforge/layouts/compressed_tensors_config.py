@@ -123,8 +123,8 @@ def _matches(name: str, target: str) -> bool:
         return target in (name, "Linear")
     try:
         return re.match(target.removeprefix("re:"), name) is not None
-    except re.error as e:
-        raise ModelError(f"quantization_config holds the pattern '{target}', which is not a regular expression: {e}") from e
+    except (re.error, OverflowError, RecursionError) as e:
+        raise ModelError(f"quantization_config holds the pattern '{target[:80]}', which is not a regular expression: {e}") from e
 
 
 def _best_match(name: str, targets: Mapping[str, Scheme]) -> Scheme | None:

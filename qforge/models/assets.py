@@ -16,6 +16,7 @@ from qforge.models.config import read_json
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
 TOKENIZER_FILES = (*VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja", "chat_template.json")
+_PROBE = "The 2 mills, and a river."
 _LARGEST_ID = (1 << 24) - 1  # sixty times the largest vocabulary in use
 ASSET_FILES = (*TOKENIZER_FILES, "generation_config.json", "config.json")
 
@@ -41,6 +42,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     if not isinstance(tokenizer.model_max_length, (int, float)):
         raise ModelError(f"the tokenizer in {folder} cannot be used: model_max_length in tokenizer_config.json is {tokenizer.model_max_length!r}, where a number is needed")
+    with reading_tokenizer(f"the tokenizer in {folder} cannot be used"):
+        tokenizer.decode(tokenizer.encode(_PROBE))  # what is wrong with its parts shows when they run
     return tokenizer
 
 
@@ -61,7 +64,7 @@ def _check_ids(path: Path) -> None:
         words = json.loads(path.read_bytes())
         vocabulary = words["model"]["vocab"]
         ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else ()), *(token["id"] for token in words.get("added_tokens") or ())]
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return  # there is none, or what is wrong with it is told by who loads it
     most = max((i for i in ids if isinstance(i, int)), default=0)
     if most > _LARGEST_ID:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,9 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[Pretr
         raise ModelError(f"{path} is not a valid config of the family '{raw.get('model_type')}': {str(e).strip().splitlines()[-1]}") from e
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    eps = getattr(config, "rms_norm_eps", None)
+    if isinstance(eps, (int, float)) and not 0 <= eps < math.inf:
+        raise ModelError(f"{path}: rms_norm_eps is {eps}, where a positive number is needed")
     check_text_decoder(config, str(path), remote=remote and trust_remote_code)
     return config, quantization
 

@@ -120,7 +120,7 @@ def _indexed(folder: Path) -> list[Path]:
         content = json.loads(path.read_bytes())
         files = sorted(set(content["weight_map"].values()))
         safe = all(isinstance(f, str) and Path(f).name == f and f.endswith(".safetensors") for f in files)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ModelError(f"{path} is not an index of safetensors files ({type(e).__name__}: {e}); copy the model again") from e
     if not safe or not files:
         raise ModelError(f"{path} must name .safetensors files that lie beside it; it names {listed(map(str, files)) or 'none'}")

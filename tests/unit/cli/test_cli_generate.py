@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,25 @@ def test_two_processes_evaluate_as_one(model: Path, tmp_path: Path, capsys: pyte
         found.append(json.loads(capsys.readouterr().out))
     assert found[0]["tokens"] == found[1]["tokens"] > 60
     assert found[1]["candidate"]["perplexity"] == pytest.approx(found[0]["candidate"]["perplexity"], rel=1e-5)
+
+
+def test_a_panic_of_a_library_is_a_damaged_file(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of Rust code, which is no Exception."""
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+
+    def fails(*args: object) -> None:
+        raise panic("range end index 2 out of range")
+
+    monkeypatch.setattr(LLM, "generate", fails)
+    assert _run("generate", model, "--prompt", "The small mill") == 2
+    assert capsys.readouterr().err.startswith("error: a library that reads the model's files stopped (range end index 2 out of range)")
+
+
+def test_messages_are_one_line_that_a_terminal_does_not_obey(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = shutil.copytree(model, tmp_path / "m")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"model_type": "a\nb\x1b[31m\ud800"}))
+    assert _run("inspect", copy) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "a b\\x1b[31m\\ud800" in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qforge.errors import MissingCapabilityError, ModelError
+from qforge.export.inspection import inspect
 from qforge.models.assets import end_ids
 from qforge.models.model import open_model
 
@@ -210,6 +212,41 @@ def test_a_token_with_an_id_beyond_every_vocabulary_is_refused(copy: Path) -> No
     file.write_text(json.dumps(words))
     with pytest.raises(ModelError, match=r"tokenizer\.json gives a token the id 4294967295; ids go up to 16777215"):
         open_model(str(copy)).tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        (
+            "post_processor",
+            {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}], "pair": [], "special_tokens": {}},
+        ),
+        ("model", {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"}),
+    ],
+)
+def test_a_tokenizer_whose_parts_fail_when_they_run_is_one_message(copy: Path, part: str, value: object) -> None:
+    """Panics of Rust code among them, which are no Exception."""
+    file = copy / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {part: value}))
+    with pytest.raises(ModelError, match=r"the tokenizer in .* cannot be (loaded|used)"):
+        open_model(str(copy)).tokenizer()
+    with pytest.raises(ModelError, match=r"the tokenizer in .* cannot be (loaded|used)"):
+        inspect(copy, check=True)
+
+
+@pytest.mark.parametrize("eps", [math.nan, math.inf, -1.0])
+def test_a_norm_that_divides_by_nothing_is_refused(copy: Path, eps: float) -> None:
+    file = copy / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": eps}))
+    with pytest.raises(ModelError, match="rms_norm_eps is"):
+        open_model(str(copy))
+
+
+def test_an_index_that_is_a_folder_is_named(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors.index.json").mkdir()
+    with pytest.raises(ModelError, match="is not an index of safetensors files"):
+        open_model(str(copy))
 
 
 @pytest.mark.parametrize("found", ["x", [0, "x"], [[0]], {"a": 1}, 0.5, True], ids=str)

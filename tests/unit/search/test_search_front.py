@@ -33,9 +33,11 @@ def test_what_cannot_be_told_apart_stays() -> None:
 
 
 def test_speed_keeps_a_variant_on_the_front() -> None:
-    assert front((1000, results(0.1), 50.0), (1000, results(0.2), 70.0)) == [True, True]
-    assert front((1000, results(0.1), 50.0), (1000, results(0.2), 51.0)) == [True, False]
-    assert front((1000, results(0.1), None), (1000, results(0.2), 70.0)) == [True, False]
+    """Of another size: those of one size run the same kernels, and what is measured between them is noise."""
+    assert front((1000, results(0.1), 50.0), (1010, results(0.2), 70.0)) == [True, True]
+    assert front((1000, results(0.1), 50.0), (1010, results(0.2), 51.0)) == [True, False]
+    assert front((1000, results(0.1), None), (1010, results(0.2), 70.0)) == [True, False]
+    assert front((1000, results(0.1), 50.0), (1000, results(0.2), 70.0)) == [True, False]
 
 
 def test_no_gates_are_not_said_to_pass() -> None:

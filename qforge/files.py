@@ -34,6 +34,16 @@ def readable_errors(path: Path) -> Iterator[None]:
         raise OutputError(f"cannot write {path}: {e.strerror or e}; choose another place") from e
 
 
+def check_regular(path: Path) -> None:
+    """Refuse what is there and no file: to read a pipe may wait for ever, a device may never end.
+
+    Raises:
+        OSError: with `strerror`, as opening it would.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():  # a folder says so itself
+        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, and no file", str(path))
+
+
 @contextlib.contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; when the block succeeds the file is synced and renamed to `path`, otherwise it is removed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import reprlib
 import sys
 from typing import Any
 
@@ -80,6 +81,11 @@ def main(args: list[str] | None = None) -> Any:
         sys.exit(e.exit_code)
     except BrokenPipeError:
         sys.exit(141)
+    except OSError as e:
+        if debug or e.filename is None:
+            raise
+        click.echo(f"error: {e.strerror}: {reprlib.repr(e.filename)}", err=True)  # a path that is too long, a folder that may not be read, a disk that fails
+        sys.exit(2)
     except Exception as e:
         if debug:
             raise

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from qforge import __version__
 from qforge.errors import UnsupportedError
-from qforge.export.hf import PROVENANCE, write_artifact
+from qforge.export.hf import write_artifact
+from qforge.export.provenance import read_provenance
 from qforge.export.writer import SHARD_BYTES
 from qforge.layouts import checkpoint
-from qforge.models.config import read_json
 from qforge.models.model import Model
 from qforge.scheme import Number
 
@@ -41,7 +41,6 @@ class ArtifactExporter:
         reason = self.check(model)
         if reason:
             raise UnsupportedError(f"{self.name}: {reason}")
-        own = model.assets / PROVENANCE
-        origin = read_json(own) if own.exists() else {"qforge_version": __version__, "model": {"source": Path(model.source).name, "sha256": model.fingerprint()}}
+        origin = read_provenance(model.assets) or {"qforge_version": __version__, "model": {"source": Path(model.source).name, "sha256": model.fingerprint()}}
         write_artifact(folder, model, model.schemes, model.linear, origin, shard_bytes=self.shard_bytes)
         return sorted(p for p in folder.rglob("*") if p.is_file())

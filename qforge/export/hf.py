@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from qforge.errors import NumericalError, UnsupportedError
 from qforge.export.card import write_card
+from qforge.export.provenance import PROVENANCE
 from qforge.export.writer import SHARD_BYTES, Piece, write_safetensors
 from qforge.files import atomic_folder, write_text
 from qforge.layouts import checkpoint
@@ -26,7 +27,6 @@ from qforge.models.weights import TensorInfo
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
 
-PROVENANCE = "qforge.json"
 _T = TypeVar("_T")
 _CHECKED = 1 << 22  # values looked at together: looking at a whole embedding takes several times its memory
 _ENVIRONMENT_KEYS = ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "_attn_implementation_autoset", "local_files_only", "tokenizer_file")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,9 +15,10 @@ from qforge.engines.onnx_runtime import MODEL as ONNX
 from qforge.engines.openvino_runtime import MODEL as OPENVINO
 from qforge.errors import ModelError
 from qforge.export import triton_server
-from qforge.export.hf import PROVENANCE, weight_shape
+from qforge.export.hf import weight_shape
 from qforge.export.inspect_onnx import inspect_onnx
 from qforge.export.inspect_openvino import inspect_openvino
+from qforge.export.provenance import PROVENANCE, read_provenance
 from qforge.files import size_of
 from qforge.models.config import quantization_of, read_json
 from qforge.models.gguf_header import GgufHeader, read_gguf_header
@@ -70,9 +72,9 @@ def _model_of(path: Path) -> Path:
 def _directory(path: Path, check: bool) -> dict[str, Any]:
     model = open_model(str(path))
     shards = Shards(find(path))
-    parameters = sum(torch.Size(model.weights.info(n).shape).numel() for n in model.weights.names())
+    parameters = sum(math.prod(model.weights.info(n).shape) for n in model.weights.names())
     stored = [shards.info(n) for n in shards.names()]
-    tensor_bytes = sum(_numel(i.shape) * i.dtype.itemsize for i in stored)
+    tensor_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in stored)
     linears = [_linear(model, name) for name in model.schemes]
     quantized = sum(entry["weights"] for entry in linears)
     if check:
@@ -95,7 +97,7 @@ def _directory(path: Path, check: bool) -> dict[str, Any]:
         "metadata": {key: getattr(model.config, key, None) for key in _SIZES},
         "linears": linears,
         "runtime": {"runs": supports(model.spec) is None, "reason": supports(model.spec)},
-        "provenance": read_json(path / PROVENANCE) if (path / PROVENANCE).exists() else None,
+        "provenance": read_provenance(path),
         "sound": True,
         "checked": "all tensors read" if check else "headers, sizes and shapes",
     }
@@ -125,7 +127,7 @@ def _read_all(model: Model) -> None:
 
 
 def _gguf(header: GgufHeader, check: bool) -> dict[str, Any]:
-    parameters = sum(_numel(t.shape) for t in header.tensors.values())
+    parameters = sum(math.prod(t.shape) for t in header.tensors.values())
     tensor_bytes = sum(t.nbytes for t in header.tensors.values())
     if check:
         _read_all(open_model(str(header.path)))
@@ -157,10 +159,6 @@ def _kernels(linears: list[dict[str, Any]]) -> dict[str, str]:
     """By kind of activations: which kernels run how many linears here."""
     kinds = linears[0].get("kernels", {}) if linears else {}
     return {kind: ", ".join(f"{name} ({count})" for name, count in _counted([e["kernels"][kind] for e in linears]).items()) for kind in kinds}
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 def summary(found: Mapping[str, Any]) -> Iterator[str]:

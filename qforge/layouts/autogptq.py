@@ -10,7 +10,6 @@ Letters: O output features, I input features, C groups in a row.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from qforge.errors import ModelError, UnsupportedError
 from qforge.layouts.base import expect_finite, expect_group_index, expect_shape, take_matrix
 from qforge.layouts.bits import pack_words, unpack_words, words_for
+from qforge.patterns import matches
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Granularity, Number, Per, ScaleFormat, ScaleType, Scheme, Symmetry
 
@@ -129,18 +129,11 @@ def read_config(config: Mapping[str, Any], quantized: Sequence[str]) -> dict[str
     if not isinstance(rules, Mapping) or not all(isinstance(r, Mapping) for r in rules.values()):
         raise ModelError("'dynamic' of a GPTQ checkpoint is not an object of rules by module")
     _scheme(config)
-    schemes = {}
+    where, schemes = "'dynamic' of a GPTQ checkpoint", {}
     for name in quantized:
-        rule: Mapping[str, Any] = next((r for pattern, r in rules.items() if not pattern.startswith("-:") and _matches(pattern.removeprefix("+:"), name)), {})
+        rule: Mapping[str, Any] = next((r for pattern, r in rules.items() if not pattern.startswith("-:") and matches(pattern.removeprefix("+:"), name, where)), {})
         schemes[name] = _scheme({**config, **rule})
     return schemes
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.match(pattern, name) is not None
-    except re.error as e:
-        raise ModelError(f"'dynamic' of a GPTQ checkpoint holds the pattern '{pattern}', which is not a regular expression: {e}") from e
 
 
 def _scheme(settings: Mapping[str, Any]) -> Scheme:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from qforge import patterns
 from qforge.errors import ModelError
 from qforge.layouts.compressed_tensors import MXFP4, NAME, NVFP4, SCALE_DTYPES, format_of, packs_zeros
 from qforge.scheme import ActivationScheme, Granularity, Number, Per, ScaleFormat, ScaleType, Scheme, Symmetry
@@ -121,10 +122,7 @@ def read_config(config: Mapping[str, Any], linear_names: Sequence[str]) -> dict[
 def _matches(name: str, target: str) -> bool:
     if not target.startswith("re:"):
         return target in (name, "Linear")
-    try:
-        return re.match(target.removeprefix("re:"), name) is not None
-    except (re.error, OverflowError, RecursionError) as e:
-        raise ModelError(f"quantization_config holds the pattern '{target[:80]}', which is not a regular expression: {e}") from e
+    return patterns.matches(target.removeprefix("re:"), name, "quantization_config")
 
 
 def _best_match(name: str, targets: Mapping[str, Scheme]) -> Scheme | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 from qforge.errors import ModelError
 from qforge.models.config import read_json
+from qforge.patterns import matches
 
 CONFIG_FILE = "adapter_config.json"
 # Keys that do not change how stored tensors are merged: where the adapter came from, how it was trained, which modules it was put on (the tensors' names tell).
@@ -21,6 +22,7 @@ _HARMLESS = {
     "ensure_weight_tying", "runtime_config",
 }  # fmt: skip
 # Ways to start training that leave the base as it is; the others (pissa, olora, corda, loftq, lora_ga) subtract something from it first.
+_LARGEST_ALPHA = 1e30
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
@@ -39,11 +41,11 @@ class AdapterConfig:
 
     def rank_of(self, module: str) -> int:
         """The rank of a module's adapter."""
-        return self.rank_pattern.get(_pattern_for(self.rank_pattern, module), self.rank)
+        return self.rank_pattern.get(self._pattern_for(self.rank_pattern, module), self.rank)
 
     def scaling_of(self, module: str) -> float:
         """What B A is multiplied by: alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA (arXiv 2312.03732)."""
-        alpha, rank = self.alpha_pattern.get(_pattern_for(self.alpha_pattern, module), self.alpha), self.rank_of(module)
+        alpha, rank = self.alpha_pattern.get(self._pattern_for(self.alpha_pattern, module), self.alpha), self.rank_of(module)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
     @property
@@ -51,10 +53,9 @@ class AdapterConfig:
         """The method's name, for a report."""
         return "DoRA" + (" (rank-stabilised)" if self.rslora else "") if self.dora else "rsLoRA" if self.rslora else "LoRA"
 
-
-def _pattern_for(patterns: Mapping[str, Any], module: str) -> str:
-    """peft's rule: the first pattern, as a regular expression, that matches the whole module name or a dotted end of it."""
-    return next((p for p in patterns if re.match(rf"(.*\.)?({p})$", module)), module)
+    def _pattern_for(self, patterns: Mapping[str, Any], module: str) -> str:
+        """peft's rule: the first pattern, as a regular expression, that matches the whole module name or a dotted end of it."""
+        return next((p for p in patterns if matches(rf"(.*\.)?({p})$", module, str(self.path))), module)
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
@@ -86,14 +87,14 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 
 def _rank(path: Path, value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise ModelError(f"{path}: a rank of {value!r}, where a positive whole number is needed")
+    if type(value) is not int or not 1 <= value < 1 << 31:
+        raise ModelError(f"{path}: a rank of {reprlib.repr(value)}, where a positive whole number is needed")
     return value
 
 
 def _alpha(path: Path, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ModelError(f"{path}: an alpha of {value!r}, where a number is needed")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST_ALPHA:
+        raise ModelError(f"{path}: an alpha of {reprlib.repr(value)}, where a number is needed")
     return float(value)
 
 
@@ -102,8 +103,5 @@ def _patterns(path: Path, raw: Mapping[str, Any], key: str) -> Mapping[str, Any]
     if not isinstance(patterns, dict):
         raise ModelError(f"{path}: {key} should be an object of patterns and numbers")
     for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as e:
-            raise ModelError(f"{path}: '{pattern}' in {key} is not a regular expression: {e}") from e
+        matches(pattern, "", f"{path}: {key}")  # one that no module meets is told, too
     return patterns

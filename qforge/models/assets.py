@@ -12,7 +12,9 @@ from typing import Any
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from qforge.errors import ModelError
+from qforge.files import check_regular
 from qforge.models.config import read_json
+from qforge.models.trial import try_template, try_tokenizer
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
 TOKENIZER_FILES = (*VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja", "chat_template.json")
@@ -37,14 +39,28 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
     Raises:
         ModelError: its files are damaged, or need something that is not there.
     """
-    _check_ids(folder / "tokenizer.json")
+    for name in TOKENIZER_FILES:
+        with reading_tokenizer(f"the tokenizer in {folder} cannot be loaded"):
+            check_regular(folder / name)
+    serialized = folder / "tokenizer.json"
+    if serialized.exists():
+        _check_ids(serialized)
+        try_tokenizer(serialized)
     with reading_tokenizer(f"the tokenizer in {folder} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     if not isinstance(tokenizer.model_max_length, (int, float)):
         raise ModelError(f"the tokenizer in {folder} cannot be used: model_max_length in tokenizer_config.json is {tokenizer.model_max_length!r}, where a number is needed")
     with reading_tokenizer(f"the tokenizer in {folder} cannot be used"):
         tokenizer.decode(tokenizer.encode(_PROBE))  # what is wrong with its parts shows when they run
+    _try_templates(tokenizer, str(folder))
     return tokenizer
+
+
+def _try_templates(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    found = tokenizer.chat_template
+    for template in found.values() if isinstance(found, dict) else [found]:
+        if isinstance(template, str):
+            try_template(template, {name: str(value) for name, value in tokenizer.special_tokens_map.items()}, where)
 
 
 @contextlib.contextmanager

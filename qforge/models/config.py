@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from qforge.errors import ModelError
+from qforge.files import check_regular
 from qforge.layouts import ascend, trtllm
 
 _ONLY = "qforge takes decoder-only text models"
@@ -26,9 +28,15 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelError: it is missing, not JSON, or no object.
     """
     try:
-        content = json.loads(path.read_bytes())
+        check_regular(path)
+        raw = path.read_bytes()
+        content = json.loads(raw)
+        if rb"\ud" in raw.lower():
+            json.dumps(content, ensure_ascii=False).encode()
     except OSError as e:
         raise ModelError(f"cannot read {path}: {e.strerror}") from e
+    except UnicodeEncodeError as e:
+        raise ModelError(f"{path} holds half of a pair of surrogates ({reprlib.repr(e.object[e.start])}), which is no text") from e
     except (ValueError, RecursionError) as e:
         raise ModelError(f"{path} is not JSON: {e}") from e
     if not isinstance(content, dict):

@@ -19,6 +19,7 @@ from typing import Any
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from qforge.errors import ModelError
+from qforge.models.weights import sized
 
 VERSIONS = (2, 3)
 _BYTE, _STRING, _ARRAY = 0, 8, 9
@@ -183,6 +184,8 @@ class _Reader:
             raise self._damaged(f"tensor '{name}' starts at {offset}, which is not aligned to {alignment}")
         if data_start + offset + nbytes > self._size:
             raise self._damaged(f"tensor '{name}' should end at byte {data_start + offset + nbytes}, the file has {self._size}")
+        if not sized(shape):
+            raise self._damaged(f"tensor '{name}' has the shape {list(shape)}")
         return GgufTensor(name, shape, ggml_type, data_start + offset, nbytes)
 
     def _check_overlap(self, tensors: list[GgufTensor]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,15 @@ from typing import Any
 import torch
 
 from qforge.errors import ModelError
-from qforge.files import sha256_file
-from qforge.models.weights import TensorInfo, digest, listed
+from qforge.files import check_regular, sha256_file
+from qforge.models.weights import TensorInfo, digest, listed, sized
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16,
     "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
 }  # fmt: skip
+_LONGEST_NAME = 255  # bytes, of a file
 _LARGEST_HEADER = 100_000_000  # the limit of the format's own reader
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -117,9 +117,9 @@ def find(folder: Path) -> list[Path]:
 def _indexed(folder: Path) -> list[Path]:
     path = folder / INDEX
     try:
-        content = json.loads(path.read_bytes())
-        files = sorted(set(content["weight_map"].values()))
-        safe = all(isinstance(f, str) and Path(f).name == f and f.endswith(".safetensors") for f in files)
+        check_regular(path)
+        files = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
+        safe = all(isinstance(f, str) and Path(f).name == f and f.endswith(".safetensors") and len(f.encode()) <= _LONGEST_NAME for f in files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ModelError(f"{path} is not an index of safetensors files ({type(e).__name__}: {e}); copy the model again") from e
     if not safe or not files:
@@ -151,6 +151,7 @@ def read_header(path: Path) -> dict[str, _Entry]:
         ModelError: naming the file and what is wrong.
     """
     try:
+        check_regular(path)
         size = path.stat().st_size
         with open(path, "rb") as f:
             start = f.read(8)
@@ -162,7 +163,7 @@ def read_header(path: Path) -> dict[str, _Entry]:
                 raise ModelError(f"{path} has a header of {length} bytes; safetensors allows {_LARGEST_HEADER}")
             raw = f.read(length)
     except OSError as e:
-        raise ModelError(f"cannot read {path}: {os.strerror(e.errno or 0)}") from e
+        raise ModelError(f"cannot read {path}: {e.strerror}") from e
     try:
         header = json.loads(raw, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as e:
@@ -195,6 +196,8 @@ def _entry(path: Path, name: str, raw: Any, data_start: int) -> _Entry:
     expected = math.prod(shape) * _DTYPES[dtype].itemsize
     if expected != end - begin:
         raise ModelError(f"{path}: tensor '{name}' of {dtype} {shape} needs {expected} bytes, but the header gives it {end - begin}; the file is damaged")
+    if not sized(shape):
+        raise ModelError(f"{path}: tensor '{name}' has the shape {shape}; the file is damaged")
     return _Entry(path, data_start + begin, end - begin, TensorInfo(tuple(shape), _DTYPES[dtype]))
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+_MOST_ELEMENTS = 1 << 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +19,11 @@ class TensorInfo:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+def sized(shape: Sequence[int]) -> bool:
+    """Whether sizes of tensors of this shape can be computed with: where one dimension is 0, as tensors without elements have it, the others could be anything."""
+    return math.prod(max(n, 1) for n in shape) < _MOST_ELEMENTS
 
 
 class WeightSource(Protocol):

@@ -42,7 +42,7 @@ class NativeDecoder:
         except (MemoryError, ValueError) as e:  # numpy's words for more than there is, and for more than can be addressed
             need = num_blocks * block_size * len(model.layers) * bytes_per_token(kv_cache, spec.num_kv_heads, spec.head_dim)
             raise UnsupportedError(
-                f"a key/value cache of {num_blocks * block_size} tokens takes {need / 2**30:,.1f} GiB, more than there is here; give a smaller num_blocks"
+                f"a key/value cache of {num_blocks * block_size} tokens takes {need / 2**30:,.1f} GiB, more than there is here; free memory, or give LLM a smaller num_blocks"
             ) from e
         layers = [self._layer(i, layer) for i, layer in enumerate(model.layers)]
         activation = {"silu": native.Activation.SILU, "gelu_pytorch_tanh": native.Activation.GELU_TANH}[spec.hidden_act]

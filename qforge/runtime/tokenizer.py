@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Sequence
 from typing import Any, Protocol
 
-_SAMPLES = (
-    "The small mill stands by the river, isn't it?",
-    " two  spaces\n\ttab\r\nand 12345.678",
-    "żółw 東京 🙂 \u200d e\u0301",
-    "<s></s> [INST] <|im_start|>user\nhi<|im_end|>",
-    "def f(x):\n    return x ** 2\n",
-)
-_CHATS: tuple[list[dict[str, str]], ...] = (
-    [{"role": "user", "content": "Hello {{ there }}?"}],
-    [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "a\n"}, {"role": "assistant", "content": "<think>b</think>c"}, {"role": "user", "content": "d"}],
-)
+from qforge.models import chat_template
 
 
 class Tokenizer(Protocol):
@@ -66,12 +53,13 @@ class PlainTokenizer:
         """The text; raises what Jinja or the template raises."""
         assert not tokenize
         assert self.chat_template is not None
-        text = _compiled(self.chat_template).render(messages=conversation, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self.special_tokens)
-        return str(text)
+        return chat_template.render(self.chat_template, conversation, self.special_tokens, add_generation_prompt=add_generation_prompt)
 
 
 def plain(tokenizer: Any) -> PlainTokenizer | None:
     """transformers' tokenizer as a plain one; None where that would not do the same (a slow one, several templates, or samples come out otherwise)."""
+    from qforge.models.trial import CHATS, SAMPLES
+
     fast, template = getattr(tokenizer, "backend_tokenizer", None), tokenizer.chat_template
     if fast is None or not (template is None or isinstance(template, str)):
         return None
@@ -79,7 +67,7 @@ def plain(tokenizer: Any) -> PlainTokenizer | None:
         found = PlainTokenizer(fast.to_str().encode(), template or None, {name: str(value) for name, value in tokenizer.special_tokens_map.items()})
     except ValueError:  # what tokenizers itself wrote and does not read back
         return None
-    same = all(_outcome(found, s) == _outcome(tokenizer, s) for s in _SAMPLES) and (not template or all(_chat(found, c) == _chat(tokenizer, c) for c in _CHATS))
+    same = all(_outcome(found, s) == _outcome(tokenizer, s) for s in SAMPLES) and (not template or all(_chat(found, c) == _chat(tokenizer, c) for c in CHATS))
     return found if same else None
 
 
@@ -94,38 +82,3 @@ def _chat(tokenizer: Tokenizer, conversation: list[dict[str, str]]) -> str | Non
         return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
     except Exception:  # whatever a template's own code raises
         return None
-
-
-@functools.lru_cache(maxsize=4)
-def _compiled(template: str) -> Any:
-    """A template in the environment that Hugging Face describes for them: sandboxed, with `raise_exception`, `strftime_now`, loop controls and JSON that keeps Unicode."""
-    from jinja2 import nodes
-    from jinja2.exceptions import TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}` marks what a model said; for a prompt it is plain text."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Sequence[str] | None = None, sort_keys: bool = False) -> str:
-        pair = None if separators is None else (separators[0], separators[1])
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
-
-    def now(form: str) -> str:
-        import datetime
-
-        return datetime.datetime.now().strftime(form)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    environment.filters["tojson"] = to_json
-    environment.globals |= {"raise_exception": refuse, "strftime_now": now}
-    return environment.from_string(template)

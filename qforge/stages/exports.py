@@ -18,13 +18,12 @@ from qforge.export import exporter
 from qforge.export.agreement import seeded_prompts
 from qforge.export.card import write_card
 from qforge.export.gguf_mix import GgufMixExporter
-from qforge.export.hf import PROVENANCE
 from qforge.export.imatrix import Imatrix
+from qforge.export.provenance import read_provenance
 from qforge.export.verify import verify
 from qforge.export.verify_checkpoint import FORMATS as CHECKPOINTS
 from qforge.export.verify_text import verify_text
 from qforge.files import LOCK, readable_errors, sha256_tree, size_of
-from qforge.models.config import read_json
 from qforge.models.model import Model
 from qforge.progress import Progress
 from qforge.recipe import Recipe
@@ -117,8 +116,7 @@ def _write(artifact: Model, format_name: str, type_name: str | None, folder: Pat
     chosen = exporter(format_name, type_name)
     (replace(chosen, imatrix=matrix) if isinstance(chosen, GgufMixExporter) else chosen).write(artifact, folder)
     if format_name in CHECKPOINTS:
-        own = artifact.assets / PROVENANCE
-        write_card(folder, format_name, read_json(own) if own.exists() else {"qforge_version": __version__, "model": {"source": Path(artifact.source).name}}, evaluation)
+        write_card(folder, format_name, read_provenance(artifact.assets) or {"qforge_version": __version__, "model": {"source": Path(artifact.source).name}}, evaluation)
     return {"sha256": sha256_tree(folder), "size_bytes": size_of(folder)}
 
 

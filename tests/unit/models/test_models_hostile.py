@@ -1,0 +1,193 @@
+"""Files made to do harm: tokenizers, templates, patterns, names and sizes that would end the process, never end, or take all memory; each is one message, soon."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from qforge import patterns
+from qforge.cli.main import main
+from qforge.errors import ModelError
+from qforge.export.gguf import GgufExporter
+from qforge.export.hf import write_artifact
+from qforge.export.inspection import inspect
+from qforge.export.provenance import PROVENANCE, read_provenance
+from qforge.models.adapter_config import read_adapter_config
+from qforge.models.config import read_json
+from qforge.models.gguf_header import read_gguf_header
+from qforge.models.model import open_model
+from qforge.models.shards import read_header
+from qforge.models.trial import try_template
+from qforge.runtime.llm import LLM
+
+ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make(tmp_path_factory.mktemp("hostile") / "base", layers=1, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def copy(base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(base, tmp_path / "copy"))
+
+
+@pytest.fixture(autouse=True)
+def soon() -> Iterator[None]:
+    """Computing, this process's and its children's: a busy machine is not slow."""
+    start = time.process_time() + resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    yield
+    assert time.process_time() + resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - start < 5
+
+
+def tell(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (ENDLESS, "takes too long"),
+        ("{{ '%4000000000d' % 3 }}", "takes too much memory"),
+        ("{{ 'x' * 100000000 }}", "makes 100,000,000 characters"),
+        ("{{ lipsum(n=100000000) }}", "takes too"),
+    ],
+)
+def test_a_template_without_measure_is_refused(copy: Path, template: str, message: str) -> None:
+    (copy / "chat_template.jinja").write_text(template)
+    with pytest.raises(ModelError, match=f"the chat template of .* cannot be used: it {message}"):
+        open_model(str(copy)).tokenizer()
+    with pytest.raises(ModelError, match=message):
+        LLM(str(copy), threads=1).tokenizer  # noqa: B018
+
+
+def test_a_template_may_refuse_and_may_be_no_jinja() -> None:
+    """Whoever has no conversation can use the model."""
+    for template in ("{{ raise_exception('no system role') }}", "{% if %}", "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"):
+        try_template(template, {"bos_token": "<s>"}, "here")
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        {"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 16} for _ in range(12)]},
+        {"type": "Precompiled", "precompiled_charsmap": "////fwAAAAA="},
+    ],
+    ids=["growth", "charsmap"],
+)
+def test_a_tokenizer_that_ends_its_process_is_refused(copy: Path, normalizer: dict[str, Any]) -> None:
+    tell(copy / "tokenizer.json", normalizer=normalizer)
+    with pytest.raises(ModelError, match=r"the tokenizer in .* cannot be used"):
+        open_model(str(copy)).tokenizer()
+
+
+@pytest.mark.parametrize("pattern", ["(.*.*.*)*=", "((((.*)*)*)*)*=", "(a|a|[a-z._0-9]+)+$="])
+def test_a_pattern_that_never_ends_is_refused(pattern: str) -> None:
+    name = "model.layers.0.self_attn.q_proj" * 3
+    with pytest.raises(ModelError, match=r"here holds the pattern .* which took more than 0\.5 s"):
+        patterns.matches(pattern, name, "here")
+
+
+@pytest.mark.parametrize("pattern", ["(", "a{99999999999999999999}", "(" * 5000 + ")" * 5000])
+def test_a_pattern_that_is_none_is_refused(pattern: str) -> None:
+    with pytest.raises(ModelError, match="not a regular expression"):
+        patterns.matches(pattern, "a", "here")
+
+
+def test_patterns_match_as_re_does() -> None:
+    assert patterns.matches(r".*\.q_proj$", "model.layers.0.self_attn.q_proj", "here")
+    assert not patterns.matches("proj", "model.q_proj", "here")
+
+
+def test_patterns_of_checkpoints_are_under_the_limit(copy: Path) -> None:
+    group = {"targets": ["re:(.*.*.*)*="], "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}}
+    tell(copy / "config.json", quantization_config={"quant_method": "compressed-tensors", "config_groups": {"g": group}, "format": "pack-quantized"})
+    with pytest.raises(ModelError, match="quantization_config holds the pattern"):
+        open_model(str(copy))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lora_alpha": 10**400}, "an alpha of 1000"),
+        ({"r": 10**400}, "a rank of 1000"),
+        ({"rank_pattern": {"a{99999999999999999999}": 3}}, "not a regular expression"),
+        ({"rank_pattern": {"(" * 5000 + ")" * 5000: 3}}, "not a regular expression"),
+        ({"base_model_name_or_path": "\ud800"}, "surrogates"),
+    ],
+)
+def test_an_adapters_config_without_measure_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    tell(tmp_path / "adapter_config.json", **{"peft_type": "LORA", "r": 8, "lora_alpha": 16} | change)
+    with pytest.raises(ModelError, match=message) as e:
+        read_adapter_config(tmp_path)
+    assert len(str(e.value)) < 500 + len(str(tmp_path))
+
+
+def test_what_is_no_file_is_not_waited_for(copy: Path) -> None:
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "generation_config.json"):
+        whole = (copy / name).read_bytes() if (copy / name).exists() else None
+        (copy / name).unlink(missing_ok=True)
+        os.mkfifo(copy / name)
+        with pytest.raises(ModelError, match="pipe, a socket or a device"):
+            LLM(str(copy), threads=1).tokenizer  # noqa: B018
+        (copy / name).unlink()
+        if whole is not None:
+            (copy / name).write_bytes(whole)
+    (copy / "config.json").unlink()
+    (copy / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(ModelError, match="pipe, a socket or a device"):
+        open_model(str(copy))
+
+
+def test_half_a_pair_of_surrogates_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"a": "\U0001f642"}))
+    assert read_json(tmp_path / "a.json") == {"a": "\U0001f642"}
+    (tmp_path / "b.json").write_text(json.dumps({"a": "\ud800"}))
+    with pytest.raises(ModelError, match="surrogates"):
+        read_json(tmp_path / "b.json")
+
+
+def test_shapes_that_overflow_are_refused(copy: Path, tmp_path: Path) -> None:
+    header = json.dumps({"x": {"dtype": "F32", "shape": [0, 2**62, 2**62], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ModelError, match="'x' has the shape"):
+        read_header(tmp_path / "x.safetensors")
+    (path,) = GgufExporter(type="f16").write(open_model(str(copy)), tmp_path / "gguf")
+    whole, name = path.read_bytes(), b"output_norm.weight"
+    at = whole.index(name) + len(name)
+    path.write_bytes(whole[:at] + (2).to_bytes(4, "little") + (0).to_bytes(8, "little") + (2**63).to_bytes(8, "little") + whole[at + 12 :])
+    with pytest.raises(ModelError, match=r"'output_norm\.weight' has the shape"):
+        read_gguf_header(path)
+
+
+@pytest.mark.parametrize(
+    "told", [{"model": "x"}, {"adapters": 5}, {"layers": [1]}, {"layers": [{"name": "a", "scheme": [], "relative_error": 0.5}]}, {"quantize": {}, "bits_per_weight": "\n"}], ids=str
+)
+def test_a_provenance_of_other_types_is_refused(base: Path, tmp_path: Path, told: dict[str, Any]) -> None:
+    write_artifact(tmp_path / "a", open_model(str(base)), {}, lambda n: pytest.fail(n), {"qforge_version": "0.1.0", "model": {"source": "m"}})
+    assert read_provenance(tmp_path / "a") == {"qforge_version": "0.1.0", "model": {"source": "m"}}
+    tell(tmp_path / "a" / PROVENANCE, **told)
+    with pytest.raises(ModelError, match=r"qforge\.json is not what qforge writes: (model|adapters|layers|bits)"):
+        inspect(tmp_path / "a")
+
+
+def test_names_that_are_too_long_are_bad_input(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        main(["inspect", "x" * 5000])
+    assert e.value.code == 2
+    assert "File name too long" in capsys.readouterr().err
+    (copy / "model.safetensors").rename(copy / "model-1.safetensors")
+    tell(copy / "model.safetensors.index.json", weight_map={"a": "x" * 300 + ".safetensors"})
+    with pytest.raises(ModelError, match=r"must name \.safetensors files that lie beside it"):
+        open_model(str(copy))

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from qforge import numerics
+from qforge.calibration.gradients import CHUNK, head
 from qforge.calibration.precision import fast_products
 from qforge.calibration.room import Kept, Room
 from qforge.methods import refine
@@ -25,7 +26,6 @@ from qforge.progress import Progress
 from qforge.qlinear import QuantizedLinear
 
 STEP_TOKENS = 2048  # of one step
-CHUNK = 128  # positions whose logits exist at once
 RATE = 1.5e-3  # of a scale, relative to itself, at the first step; it falls to 0 along a cosine. stories15M, int4 group 32, 60 steps: 1e-3 .0258, 1.5e-3 .0257, 4e-3 .0275
 MOMENTS = (0.9, 0.99)
 Logits = Callable[[torch.Tensor], torch.Tensor]
@@ -89,7 +89,7 @@ def tune(
     batches = windows.split(max(1, STEP_TOKENS // windows.shape[1]))
     inputs = [room.keep(h) for h in blocks.embed(batches)]
     wanted = _last(blocks, inputs, room, progress)
-    with _student(blocks, linears, changed) as (modules, tuned), blocks.head(gradients=True) as logits:
+    with _student(blocks, linears, changed) as (modules, tuned), head(blocks) as logits:
         generator = torch.Generator().manual_seed(0)
         order: list[int] = []
         seen: list[float] = []
@@ -155,11 +155,11 @@ def _divergence(blocks: BlockModel, modules: Sequence[nn.Module], logits: Logits
     positions = hidden.detach().flatten(0, 1)
     slopes, total = torch.empty_like(positions), 0.0
     for x, y, slope in zip(positions.split(CHUNK), wanted.flatten(0, 1).split(CHUNK), slopes.split(CHUNK), strict=True):
-        with torch.no_grad():
-            target = logits(y).log_softmax(-1)
         x.requires_grad_()
-        loss = nn.functional.kl_div(logits(x).log_softmax(-1), target, reduction="sum", log_target=True) / len(positions)
-        slope.copy_(torch.autograd.grad(loss, x)[0])
-        total += loss.item()
+        found, target = logits(x), logits(y).detach().log_softmax(-1)
+        log_p = found.detach().log_softmax(-1)
+        p = target.exp()
+        total += float(torch.linalg.vecdot(p, target - log_p).sum()) / len(positions)
+        slope.copy_(torch.autograd.grad(found, x, log_p.exp_().sub_(p).div_(len(positions)))[0])
     hidden.backward(slopes.view_as(hidden))
     return total

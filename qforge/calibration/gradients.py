@@ -58,7 +58,7 @@ def _by_last(blocks: BlockModel, last: Sequence[torch.Tensor], watch: Watch) -> 
     """The gradients by the last block's outputs, shaped like them."""
     generator = torch.Generator().manual_seed(0)
     found = []
-    with blocks.head(gradients=True) as logits:
+    with head(blocks) as logits:
         for hidden in last:
             positions = hidden.flatten(0, 1)
             gradient = torch.empty_like(positions)
@@ -72,6 +72,13 @@ def _by_last(blocks: BlockModel, last: Sequence[torch.Tensor], watch: Watch) -> 
                 target.copy_(torch.autograd.grad(log_p.gather(1, drawn).sum(), x)[0])
             found.append(gradient.view_as(hidden))
     return found
+
+
+@contextlib.contextmanager
+def head(blocks: BlockModel) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """A function from hidden states `[N, D]` to logits `[N, V]`, for gradients by the hidden states."""
+    with blocks.head(gradients=True) as logits, fast_products(blocks.output_head or nn.Identity(), frozen=True):
+        yield logits
 
 
 @contextlib.contextmanager

@@ -20,11 +20,16 @@ from qforge.methods import native
 
 
 @contextlib.contextmanager
-def fast_products(module: nn.Module) -> Iterator[None]:
-    """While open, the linears in a module multiply in bf16, where that is faster; inputs and outputs stay what they are."""
+def fast_products(module: nn.Module, *, frozen: bool = False) -> Iterator[None]:
+    """While open, the linears in a module multiply in bf16, where that is faster; inputs and outputs stay what they are.
+
+    Args:
+        module: a linear, or what holds some.
+        frozen: their weights stay what they are, and are rounded once.
+    """
     linears: list[Any] = [m for m in module.modules() if type(m) is nn.Linear] if native.has_bf16_products() else []
     for linear in linears:
-        linear.forward = functools.partial(_forward, linear)
+        linear.forward = functools.partial(_forward, linear, linear.weight.detach().bfloat16() if frozen else None)
     try:
         yield
     finally:
@@ -32,6 +37,6 @@ def fast_products(module: nn.Module) -> Iterator[None]:
             del linear.forward
 
 
-def _forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    out = nn.functional.linear(x.bfloat16(), linear.weight.bfloat16()).to(x.dtype)
+def _forward(linear: nn.Linear, weight: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    out = nn.functional.linear(x.bfloat16(), linear.weight.bfloat16() if weight is None else weight).to(x.dtype)
     return out if linear.bias is None else out + linear.bias

@@ -42,6 +42,7 @@ class BlockModel:
         block_names: module name of each block (`model.layers.0`, ...).
         routers: what decides over experts and stays as it is: shape by module name.
         experts: linears of experts, by module name, with the share of tokens that each is given if all are given as many.
+        output_head: its weight on the meta device unless the head is open; None where the model has none.
         head_name: module name of the output head (`lm_head`), None where the model has none.
         embedding_name: of the embedding's weight.
         vocab_size, hidden_size: shape of the embedding.
@@ -57,6 +58,7 @@ class BlockModel:
         self.block_names = [f"{prefix}.{i}" for i in range(self.num_blocks)]
         head = self._module.get_output_embeddings()
         names = {id(m): n for n, m in self._module.named_modules()}
+        self.output_head: nn.Module | None = head
         self.head_name: str | None = names.get(id(head)) if head is not None else None
         self.embedding_name = f"{names[id(self._module.get_input_embeddings())]}.weight"
         embedding = self._module.get_input_embeddings().weight

@@ -73,14 +73,20 @@ def test_an_identical_pair_is_the_same(tmp_path: Path, capsys: pytest.CaptureFix
     assert verdicts(evaluation(clusters=2), evaluation(clusters=2), tmp_path) == {"perplexity": "same", "kl_mean": "same", "top1_agreement": "same"}
 
 
+def both_ways(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    """What is said where the first comparison fails and the way back passes."""
+    assert run(a, b) == 1
+    forth = capsys.readouterr().out
+    assert run(b, a) == 0
+    return forth, capsys.readouterr().out
+
+
 def test_worse_fails_and_the_way_back_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = write(tmp_path, "a.json", evaluation()), write(tmp_path, "b.json", evaluation(seed=1, nll=0.02, kl=0.005, agree=-0.02))
-    assert run(a, b) == 1
-    out = capsys.readouterr().out
-    assert out.startswith("FAILED: significantly worse in perplexity, KL divergence, top-1 agreement")
-    assert "+2." in out
-    assert run(b, a) == 0
-    assert capsys.readouterr().out.startswith("PASSED: better")
+    forth, back = both_ways(a, b, capsys)
+    assert forth.startswith("FAILED: significantly worse in perplexity, KL divergence, top-1 agreement")
+    assert "+2." in forth
+    assert back.startswith("PASSED: better")
 
 
 @pytest.mark.parametrize(("change", "name"), [({"nll": 0.01}, "perplexity"), ({"kl": 0.002}, "kl_mean"), ({"agree": -0.02}, "top1_agreement")])
@@ -287,12 +293,10 @@ def with_tasks(folder: Path, name: str, **tasks: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_task_that_got_worse_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: bool) -> None:
     a, b = (with_tasks(tmp_path, name, sums=task(right, kept=kept)) for name, right in (("a.json", "1" * 90 + "0" * 10), ("b.json", "1" * 10 + "0" * 90)))
-    assert run(a, b) == 1
-    out = capsys.readouterr().out
-    assert out.startswith("FAILED: significantly worse in task sums.acc")
-    assert "tasks: sums.bits: 1.1 -> 1.9" in out
-    assert run(b, a) == 0
-    assert capsys.readouterr().out.startswith("PASSED: better in task sums.acc")
+    forth, back = both_ways(a, b, capsys)
+    assert forth.startswith("FAILED: significantly worse in task sums.acc")
+    assert "tasks: sums.bits: 1.1 -> 1.9" in forth
+    assert back.startswith("PASSED: better in task sums.acc")
     assert run(a, a) == 0
     for gate, status in (("acc >= 0.5", 1), ("sums.acc >= 0.05", 0), ("sums.acc_change >= -0.1", 1), ("acc_change >= -0.9", 0)):
         assert run(a, b, "--gate", gate) == status, gate

@@ -34,15 +34,17 @@ def inspect_onnx(path: Path, *, check: bool = False) -> dict[str, Any]:
         raise MissingCapabilityError("the package onnx reads ONNX files and is not installed here: pip install 'qforge[onnx]'")
     from onnx import TensorProto
 
+    from qforge.export.onnx_soundness import check_graph, stored_tensors
     from qforge.export.verify_onnx import Stored
 
     model = _parsed(path)
     stored = Stored(path.parent, {t.name: t for t in model.graph.initializer}, list(model.graph.node), {p.key: p.value for p in model.metadata_props})
     data: set[Path] = set()
-    tensor_bytes = sum(_placed(tensor, path, data) for tensor in model.graph.initializer)
+    tensor_bytes = sum(_placed(tensor, path, data) for tensor in stored_tensors(model.graph))
+    check_graph(model, path)
     counted = _parameters(stored)
     if check:
-        for tensor in model.graph.initializer:
+        for tensor in stored_tensors(model.graph):
             check_finite(_values(tensor, path), f"{path}: weight '{tensor.name}'")
     return {
         "path": str(path),
@@ -107,7 +109,8 @@ def _placed(tensor: Any, path: Path, data: set[Path]) -> int:
     count = math.prod(tensor.dims)
     expected = -(-count // 2) if kind in _HALF_BYTES else count * int(helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
     if tensor.data_location == TensorProto.EXTERNAL:
-        found = _external(tensor, path, data)
+        file, _, found = _external(tensor, path)
+        data.add(file)
     elif tensor.HasField("raw_data"):
         found = len(bytes(tensor.raw_data))
     else:
@@ -117,8 +120,8 @@ def _placed(tensor: Any, path: Path, data: set[Path]) -> int:
     return int(expected)
 
 
-def _external(tensor: Any, path: Path, data: set[Path]) -> int:
-    """Bytes that the file beside the model holds of a weight."""
+def _external(tensor: Any, path: Path) -> tuple[Path, int, int]:
+    """The file beside the model that holds a weight, where in it the weight begins, and its bytes."""
     told = {e.key: e.value for e in tensor.external_data}
     name = told.get("location", "")
     if Path(name).name != name or not name or "\0" in name:
@@ -134,18 +137,20 @@ def _external(tensor: Any, path: Path, data: set[Path]) -> int:
         raise ModelError(f"{path}: the place of weight '{tensor.name}' is not told in numbers") from e
     if offset < 0 or length < 0 or offset + length > size:
         raise ModelError(f"{path}: weight '{tensor.name}' lies at bytes {offset} to {offset + length} of '{name}', which has {size}")
-    data.add(file)
-    return length
+    return file, offset, length
 
 
 def _values(tensor: Any, path: Path) -> np.ndarray:
     """A float weight, as ml_dtypes has its type; empty for integers, where every bit pattern is a code."""
-    from onnx import helper, numpy_helper
+    from onnx import TensorProto, helper, numpy_helper
 
     if helper.tensor_dtype_to_np_dtype(tensor.data_type).kind not in "fV":  # V: bfloat16, FP8 and FP4 to numpy
         return np.empty(0)
+    if tensor.data_location == TensorProto.EXTERNAL:  # onnx would refuse a link, as every file of the hub's cache is
+        file, offset, length = _external(tensor, path)
+        tensor = TensorProto(name=tensor.name, dims=tensor.dims, data_type=tensor.data_type, raw_data=np.fromfile(file, np.uint8, length, offset=offset).tobytes())
     try:
-        return np.asarray(numpy_helper.to_array(tensor, str(path.parent)))
+        return np.asarray(numpy_helper.to_array(tensor))
     except Exception as e:  # onnx raises many kinds
         raise ModelError(f"{path}: weight '{tensor.name}' cannot be read: {' '.join(str(e).split())[:200]}") from e
 

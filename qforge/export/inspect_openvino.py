@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -62,6 +63,8 @@ def inspect_openvino(path: Path, *, check: bool = False) -> dict[str, Any]:
         ModelError: it is no OpenVINO IR, or damaged.
     """
     net = _parsed(path)
+    for scope in (e for e in net.iter() if e.find("layers") is not None):
+        _check_edges(scope, path)
     data = path.with_suffix(".bin")
     size = data.stat().st_size if data.is_file() else 0
     constants = [_constant(layer, path, size) for layer in net.iter("layer") if layer.get("type") == "Const"]
@@ -104,6 +107,35 @@ def _parsed(path: Path) -> ElementTree.Element:
     if net.tag != "net" or net.find("layers/layer") is None:
         raise ModelError(f"{path} is no OpenVINO IR, or damaged: it holds no layers of a net")
     return net
+
+
+def _check_edges(scope: ElementTree.Element, path: Path) -> None:
+    """Every input of the layers of a net (or of a body of control flow) comes from one output that there is, and none from itself."""
+    layers = scope.findall("layers/layer")
+    ids = [layer.get("id") for layer in layers]
+    outputs, inputs = ({(layer.get("id"), port.get("id")) for layer in layers for port in layer.findall(f"{end}/port")} for end in ("output", "input"))
+    edges = [[(edge.get(f"{end}-layer"), edge.get(f"{end}-port")) for end in ("from", "to")] for edge in scope.findall("edges/edge")]
+    twice = [i for i, count in Counter(ids).items() if count > 1]
+    if twice:
+        raise ModelError(f"{path} is damaged: it holds two layers of the id {twice[0]!r:.40}")
+    if len(layers) > 1 and not edges:
+        raise ModelError(f"{path} is damaged: no edges lead from layer to layer")
+    for ends, known, kind in zip(zip(*edges, strict=True), (outputs, inputs), ("from an output", "to an input"), strict=False):
+        unknown = [end for end in ends if end not in known]
+        if unknown:
+            raise ModelError(f"{path} is damaged: an edge leads {kind} that there is not, port {unknown[0][1]!r:.40} of layer {unknown[0][0]!r:.40}")
+    reached = Counter(end for _, end in edges)
+    unfed = [end for end in inputs if reached[end] != 1]
+    if unfed:
+        layer, port = min(unfed, key=str)
+        raise ModelError(f"{path} is damaged: {reached[layer, port] or 'no'} edges lead to port {port!r:.40} of layer {layer!r:.40}, which takes one")
+    order: TopologicalSorter[str | None] = TopologicalSorter()
+    for (before, _), (after, _) in edges:
+        order.add(after, before)
+    try:
+        order.prepare()
+    except CycleError as e:
+        raise ModelError(f"{path} is damaged: the layer {e.args[1][0]!r:.40} follows itself") from e
 
 
 def _constant(layer: ElementTree.Element, path: Path, size: int) -> _Constant:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import struct
 
 import onnx
@@ -14,9 +15,11 @@ from quantized_models import quantized, rtn
 
 from qforge.cli.main import main
 from qforge.engines import openvino_runtime
+from qforge.errors import ModelError
 from qforge.export.gguf import GgufExporter
 from qforge.export.gptq import GptqExporter
 from qforge.export.hf import write_artifact
+from qforge.export.inspection import inspect
 from qforge.export.onnx import OnnxExporter
 from qforge.export.openvino import OpenvinoExporter
 from qforge.export.triton_server import TritonExporter
@@ -178,6 +181,65 @@ def test_not_a_number_is_found_in_the_data_of_graphs(files, capsys, kind, which)
         data.write_bytes(whole)
     assert code == 2
     assert "not finite" in err
+
+
+def _doubled(xml, found):
+    return xml.replace(found, found + found, 1)
+
+
+EDGE = re.compile(rb'<edge from-layer="(\d+)" from-port="(\d+)" to-layer="(\d+)" to-port="(\d+)"\s*/>')
+
+
+@OPENVINO
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda x: EDGE.sub(b"", x), "no edges"),
+        (lambda x: EDGE.sub(b"", x, count=1), "no edges lead to port"),
+        (lambda x: _doubled(x, EDGE.search(x)[0]), "2 edges lead to port"),
+        (lambda x: EDGE.sub(rb'<edge from-layer="99999" from-port="\2" to-layer="\3" to-port="\4"/>', x, count=1), "layer '99999'"),
+        (lambda x: EDGE.sub(rb'<edge from-layer="\1" from-port="77" to-layer="\3" to-port="\4"/>', x, count=1), "port '77'"),
+        (lambda x: EDGE.sub(rb'<edge from-layer="\1" from-port="\2" to-layer="88888" to-port="\4"/>', x, count=1), "layer '88888'"),
+        (lambda x: EDGE.sub(rb'<edge from-layer="\1" from-port="\2" to-layer="\3" to-port="66"/>', x, count=1), "port '66'"),
+        (lambda x: EDGE.sub(rb'<edge to-layer="\3"/>', x, count=1), "None"),
+        (lambda x: x.replace(b'<layer id="1"', b'<layer id="0"', 1), "two layers of the id '0'"),
+        (lambda x: x.replace(b'<layer id="1"', b"<layer", 1), "an edge leads"),
+    ],
+)
+def test_a_graph_of_openvino_that_hangs_together_badly(files, tmp_path, damage, named):
+    whole = (files / "openvino/openvino_model.xml").read_bytes()
+    (tmp_path / "openvino_model.bin").write_bytes((files / "openvino/openvino_model.bin").read_bytes())
+    (tmp_path / "openvino_model.xml").write_bytes(damage(whole))
+    with pytest.raises(ModelError, match=named) as said:
+        inspect(tmp_path)
+    assert "\n" not in str(said.value)
+
+
+NET = '<net><layers><layer id="0" type="If"><output><port id="0"/></output>%s</layer></layers></net>'
+LOOP = """<layer id="0" type="Add"><input><port id="0"/></input><output><port id="1"/></output></layer>
+<layer id="1" type="Relu"><input><port id="0"/></input><output><port id="1"/></output></layer>"""
+
+
+def test_bodies_of_openvino_and_cycles(tmp_path):
+    path = tmp_path / "openvino_model.xml"
+    edges = '<edge from-layer="0" from-port="1" to-layer="1" to-port="0"/><edge from-layer="1" from-port="1" to-layer="0" to-port="0"/>'
+    path.write_text(NET % f"<body><layers>{LOOP}</layers><edges>{edges}</edges></body>")
+    with pytest.raises(ModelError, match="follows itself"):
+        inspect(path)
+    path.write_text(NET % "<body><layers><layer id='0' type='Parameter'/></layers></body>")
+    assert inspect(path)["sound"]
+
+
+def test_entities_that_grow_are_refused(tmp_path):
+    """A billion laughs: expat stops them before they take memory; so it does ten thousand references to one long text."""
+    path = tmp_path / "openvino_model.xml"
+    laughs = "".join(f"<!ENTITY a{i} '{f'&a{i - 1};' * 10 if i else 'ha' * 10}'>" for i in range(12))
+    for entities, last in ((laughs, "&a11;"), (f"<!ENTITY b '{'x' * 1_000_000}'>", "&b;" * 10_000)):
+        path.write_text(f"<!DOCTYPE net [{entities}]><net><layers><layer id='0' name='n'>{last}</layer></layers></net>")
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(ModelError, match="amplification"):
+            inspect(path)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10
 
 
 def test_nothing_there(capsys, tmp_path):

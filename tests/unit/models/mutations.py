@@ -90,6 +90,37 @@ def external_changed(content: bytes, rng: random.Random) -> bytes:
     return model.SerializeToString()
 
 
+def graph_changed(content: bytes, rng: random.Random) -> bytes:
+    """An ONNX model whose graph says something else: of its nodes, their ends and attributes, its own ends, its weights or its operator sets."""
+    model = onnx.ModelProto.FromString(content)
+    graph = model.graph
+    for _ in range(rng.choice((1, 1, 2))):
+        if not graph.node or not model.opset_import:
+            break
+        node = rng.choice(graph.node)
+        names = rng.choice((node.input, node.output))
+        match rng.randrange(8):
+            case 0:
+                del rng.choice((graph.node, graph.input, graph.output, graph.initializer, model.opset_import))[:: rng.choice((1, 2, 7))]
+            case 1:
+                many: Any = rng.choice((graph.node, graph.input, graph.output, graph.initializer, model.opset_import))
+                many.extend([rng.choice(many)] if many and rng.random() < 0.7 else [many.add()])
+            case 2 if names:
+                names[rng.randrange(len(names))] = rng.choice(("", "nothing", rng.choice(graph.node).name))
+            case 3 if node.attribute:
+                rng.choice(node.attribute).CopyFrom(onnx.AttributeProto(name=rng.choice(("K", "axis", "body")), type=rng.randrange(1, 15), i=rng.choice((0, -1, 1 << 62))))
+            case 4:
+                node.op_type, node.domain = rng.choice(("MatMulNBits", "If", "Loop", "Constant", "DequantizeLinear", "\n")), rng.choice(("", "com.microsoft", "x"))
+            case 5:
+                rng.choice(model.opset_import).version = rng.choice((0, -1, 1, 7, 999, 1 << 62))
+            case 6:
+                for attribute in node.attribute:
+                    attribute.i = rng.choice((0, -1, 3, 1 << 31, (1 << 63) - 1))
+            case 7:
+                node.attribute.add(name="body", type=onnx.AttributeProto.GRAPH).g.CopyFrom(onnx.GraphProto(node=[node], initializer=graph.initializer[:1]))
+    return model.SerializeToString()
+
+
 def _places(tree: Any) -> Any:
     """Every (holder, key) of a JSON tree."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from mutations import bytes_changed, external_changed, header_changed, header_end, json_changed, metadata_changed
+from mutations import bytes_changed, external_changed, graph_changed, header_changed, header_end, json_changed, metadata_changed
 
 from qforge import numerics
 from qforge.engines import openvino_runtime
@@ -189,12 +189,13 @@ def folders_used(files: Path, tmp_path: Path, seeds: range) -> int:
 
 
 def onnx_files(files: Path, tmp_path: Path, seeds: range) -> int:
-    """ONNX files damaged as bytes or in what they say of their data, beside data that may be cut."""
+    """ONNX files damaged as bytes, in their graph or in what they say of their data, beside data that may be cut."""
     read = 0
     for seed in seeds:
         rng, kind = random.Random(seed), ("matmulnbits", "qdq")[seed % 2]
         whole, data = ((files / f"onnx-{kind}" / name).read_bytes() for name in ("model.onnx", "model.onnx.data"))
-        (tmp_path / "model.onnx").write_bytes(bytes_changed(whole, rng, len(whole)) if seed % 3 else external_changed(whole, rng))
+        damaged = (bytes_changed(whole, rng, len(whole)), external_changed(whole, rng), graph_changed(whole, rng))[seed % 3]
+        (tmp_path / "model.onnx").write_bytes(damaged)
         (tmp_path / "model.onnx.data").write_bytes(data[: rng.randrange(len(data))] if rng.random() < 0.1 else data)
         read += attempt(lambda: inspect(tmp_path / "model.onnx", check=True), seed)
     return read

@@ -35,7 +35,7 @@ def _prompt(line: str, where: str) -> str | Messages:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as e:
         raise DataError(f"{where} holds half a character (a lone surrogate); write valid Unicode") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise DataError(f"{where} is not JSON ({e}); {_SHAPE}") from e
     if isinstance(value, dict) and isinstance(value.get("prompt"), str) and "messages" not in value:
         return str(value["prompt"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -192,6 +193,7 @@ def write_file(path: Path, model: Model, tensors: list[Tensor], file_type: int, 
         add_more: adds further metadata.
 
     Raises:
+        UnsupportedError: a number of its metadata does not fit.
         OutputError: it cannot be written.
     """
     assert model.spec is not None
@@ -209,7 +211,10 @@ def _write_tensors(writer: GGUFWriter, tensors: list[Tensor]) -> None:
     for t in tensors:
         writer.add_tensor_info(t.name, (*t.shape[:-1], t.row_bytes), np.dtype(np.uint8), t.nbytes, raw_dtype=t.type)
     writer.write_header_to_file()
-    writer.write_kv_data_to_file()
+    try:
+        writer.write_kv_data_to_file()
+    except (struct.error, OverflowError) as e:
+        raise UnsupportedError(f"GGUF: a number in config.json, generation_config.json or the tokenizer takes more than GGUF's 32 bits ({e})") from e
     writer.write_ti_data_to_file()
     for t in tensors:
         data = t.read()

@@ -119,12 +119,12 @@ class LLM:
         if isinstance(prompt, str):
             if not prompt:
                 raise DataError("it is empty; give at least one character (or a list with a token id)")
-            return prompt, self._known(list(self.tokenizer.encode(prompt)))
+            return prompt, self._known(list(self.tokenizer.encode(_whole(prompt))))
         items = list(prompt)
         if items and all(isinstance(i, int) and not isinstance(i, bool) for i in items):
             return None, self._known([i for i in items if isinstance(i, int)])
         if items and all(isinstance(i, Mapping) and isinstance(i.get("role"), str) and isinstance(i.get("content"), str) for i in items):
-            text = self._render(items)
+            text = _whole(self._render(items))
             return text, self._known(list(self.tokenizer.encode(text, add_special_tokens=False)))
         raise DataError("it is neither a text, nor a list of token ids, nor a list of messages with role and content")
 
@@ -158,7 +158,15 @@ class LLM:
         try:
             return str(self.tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True))
         except Exception as e:  # whatever a template's own code raises
-            raise DataError(f"the chat template of '{self._opened.source}' refuses these messages: {e}") from e
+            raise DataError(f"the chat template of '{self._opened.source}' refuses these messages: {' '.join(str(e).split())}") from e
+
+
+def _whole(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise DataError("it holds half a character (a lone surrogate); give valid Unicode") from e
+    return text
 
 
 def _output(engine: Engine, prompt: str | None, s: seq.Sequence) -> Output:

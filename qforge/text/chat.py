@@ -58,7 +58,7 @@ def render_chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase,
     try:
         text = str(tokenizer.apply_chat_template(list(messages), tokenize=False))
     except _REFUSALS as e:
-        raise DataError(f"{where}: the model's chat template refuses these messages: {e}") from e
+        raise DataError(f"{where}: the model's chat template refuses these messages: {' '.join(str(e).split())}") from e
     answers, bos = _answers(messages, tokenizer, text), str(tokenizer.bos_token)
     if not begins_with_bos(tokenizer) or not text.startswith(bos):
         return Rendered(text, answers)

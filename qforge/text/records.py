@@ -25,8 +25,17 @@ def record_text(record: object, render: ChatRenderer, where: str) -> Rendered:
     """One record: a string, `text`, `messages`, or `prompt` and `completion` (two texts are joined as they are, and the second is the answer; two lists are one conversation).
 
     Raises:
-        DataError: no usable field; the message begins with `where` (file:line) and names the allowed ones.
+        DataError: no usable field, or no valid Unicode; the message begins with `where` (file:line) and names the allowed fields.
     """
+    found = _rendered(record, render, where)
+    try:
+        found.text.encode()
+    except UnicodeEncodeError as e:
+        raise DataError(f"{where}: half a character (a lone surrogate) in the text; write valid Unicode") from e
+    return found
+
+
+def _rendered(record: object, render: ChatRenderer, where: str) -> Rendered:
     if isinstance(record, str):
         return Rendered(record)
     if not isinstance(record, Mapping):
@@ -70,6 +79,6 @@ def jsonl_texts(content: str, name: str, render: ChatRenderer) -> list[Rendered]
 def _parse(line: str, where: str) -> object:
     try:
         return json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as e:
-        reason = e.msg if isinstance(e, json.JSONDecodeError) else "nested too deeply"
+    except (ValueError, RecursionError) as e:
+        reason = "nested too deeply" if isinstance(e, RecursionError) else getattr(e, "msg", e)
         raise DataError(f"{where}: not a JSON record ({reason}); a .jsonl file holds one JSON object or string a line") from e

@@ -57,6 +57,7 @@ def test_text_is_printed_and_json_written_beside_it(model: Path, tmp_path: Path,
         ('{"prompt": "fine"}\n{"prompt": ""}\n', "prompt 2 of 2: it is empty"),
         (json.dumps({"prompt": "mill " * 300}), "leaves no room in the model's context of 256"),
         ('{"prompt": "\\ud800"}\n', "line 1 holds half a character"),
+        ("[" * 100_000, "line 1 is not JSON"),
     ],
 )
 def test_bad_prompts_are_one_clear_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str) -> None:

@@ -128,6 +128,16 @@ def test_a_second_end_token_is_the_end_of_a_turn(tmp_path):
     assert end_ids(read_back.assets, read_back.config) == [0, 2]
 
 
+@pytest.mark.parametrize(("name", "key"), [("generation_config.json", "eos_token_id"), ("config.json", "max_position_embeddings")])
+def test_a_number_that_gguf_has_no_room_for(tmp_path, name, key):
+    model = quantized(opened(tmp_path))
+    path = model.assets / name
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {key: 1 << 40}))
+    with pytest.raises(UnsupportedError, match="more than GGUF's 32 bits"):
+        GgufExporter().write(quantized(open_model(str(model.assets))), tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*"))
+
+
 def test_equal_models_give_equal_bytes(tmp_path):
     source = opened(tmp_path)
     files = [GgufExporter().write(quantized(source), tmp_path / out)[0].read_bytes() for out in ("a", "b")]

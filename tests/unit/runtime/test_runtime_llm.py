@@ -137,6 +137,8 @@ def test_a_continuation_ends_where_the_context_ends(llm: LLM) -> None:
         ([3] * 256, "256 tokens leaves no room in the model's context of 256"),
         ([384000], "384000 is not in the model's vocabulary"),
         ([{"role": "user"}], "neither"),
+        ("a\ud800b", "half a character"),
+        ([{"role": "user", "content": "\udfff"}], "half a character"),
     ],
 )
 def test_bad_prompts_are_refused_with_their_number(llm: LLM, prompt: object, message: str) -> None:
@@ -170,3 +172,10 @@ def test_windows_longer_than_the_context_are_refused(llm: LLM) -> None:
 
 def test_scoring_gives_fp32(llm: LLM) -> None:
     assert next(llm.score([[3, 4, 5]])).dtype == torch.float32
+
+
+def test_what_a_template_refuses_in_two_lines_is_said_in_one(tmp_path: Path) -> None:
+    folder = tiny.make(tmp_path / "m", layers=1)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('not\n  so') }}")
+    with pytest.raises(DataError, match="refuses these messages: not so"):
+        LLM(str(folder)).generate([[{"role": "user", "content": "hi"}]])

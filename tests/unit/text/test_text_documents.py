@@ -77,6 +77,9 @@ def test_a_bos_written_by_the_template_is_not_doubled(tmp_path: Path) -> None:
         ("messages.jsonl", '{"messages": []}', "non-empty list"),
         ("content.jsonl", '{"messages": [{"role": "user", "content": [1]}]}', 'message 1 must be an object with "role" and "content"'),
         ("deep.jsonl", "[" * 100_000, "deep.jsonl:1: not a JSON record"),
+        ("digits.jsonl", "9" * 5000, "digits.jsonl:1: not a JSON record"),
+        ("surrogate.jsonl", '{"text": "a"}\n{"text": "\\ud800"}', "surrogate.jsonl:2: half a character"),
+        ("completion.jsonl", '{"prompt": "a", "completion": "\\udfff"}', "completion.jsonl:1: half a character"),
         ("t.json", "[]", ".json is not read as text"),
     ],
 )

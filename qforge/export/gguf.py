@@ -213,8 +213,8 @@ def _write_tensors(writer: GGUFWriter, tensors: list[Tensor]) -> None:
     writer.write_header_to_file()
     try:
         writer.write_kv_data_to_file()
-    except (struct.error, OverflowError) as e:
-        raise UnsupportedError(f"GGUF: a number in config.json, generation_config.json or the tokenizer takes more than GGUF's 32 bits ({e})") from e
+    except (struct.error, OverflowError, UnicodeEncodeError) as e:
+        raise UnsupportedError(f"GGUF cannot hold a number or a text of config.json, generation_config.json or the tokenizer: {e}") from e
     writer.write_ti_data_to_file()
     for t in tensors:
         data = t.read()

@@ -81,7 +81,7 @@ def add_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab
         ends: tokens at which generation stops; GGUF can name one beside the tokenizer's own end, as the end of a turn.
 
     Raises:
-        UnsupportedError: llama.cpp has no such tokenizer (see `vocabulary_problem`).
+        UnsupportedError: llama.cpp has no such tokenizer (see `vocabulary_problem`), or its chat template is no text.
     """
     raw = _raw(tokenizer)
     kind = _kind(raw)
@@ -99,6 +99,8 @@ def add_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab
         writer.add_add_space_prefix(_encoded(raw, "a").startswith("▁"))
     if tokenizer.chat_template:
         template = tokenizer.chat_template
+        if not all(isinstance(t, str) for t in (template.values() if isinstance(template, dict) else [template])):
+            raise UnsupportedError("the tokenizer's chat template is no text")
         writer.add_chat_template([{"name": n, "template": t} for n, t in template.items()] if isinstance(template, dict) else template)
 
 

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from qforge.errors import ModelError
 from qforge.types import RopeSpec
 
 KINDS = ("default", "linear", "llama3")
@@ -17,7 +18,19 @@ def supports(rope: RopeSpec) -> str | None:
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
-    """`[head_dim / 2]` fp32 radians per position. llama3: Llama 3.1's piecewise scaling by wavelength."""
+    """`[head_dim / 2]` fp32 radians per position.
+
+    Raises:
+        ModelError: they are not finite.
+    """
+    found = _scaled(rope, head_dim)
+    if not torch.isfinite(found).all():
+        raise ModelError(f"the config's rotary parameters give no frequencies: rope_theta {rope.theta}, {dict(rope.parameters)}")
+    return found
+
+
+def _scaled(rope: RopeSpec, head_dim: int) -> torch.Tensor:
+    """llama3: Llama 3.1's piecewise scaling by wavelength."""
     inverse = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     parameters = dict(rope.parameters)
     if rope.kind == "linear":

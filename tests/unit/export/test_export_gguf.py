@@ -12,7 +12,7 @@ import tiny
 import torch
 from quantized_models import quantized
 
-from qforge.errors import UnsupportedError
+from qforge.errors import QforgeError, UnsupportedError
 from qforge.export.agreement import seeded_prompts
 from qforge.export.gguf import GgufExporter
 from qforge.export.gguf_metadata import metadata_problem, rope_factors
@@ -128,12 +128,23 @@ def test_a_second_end_token_is_the_end_of_a_turn(tmp_path):
     assert end_ids(read_back.assets, read_back.config) == [0, 2]
 
 
-@pytest.mark.parametrize(("name", "key"), [("generation_config.json", "eos_token_id"), ("config.json", "max_position_embeddings")])
-def test_a_number_that_gguf_has_no_room_for(tmp_path, name, key):
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("generation_config.json", "eos_token_id", 1 << 40),
+        ("config.json", "max_position_embeddings", 1 << 40),
+        ("tokenizer_config.json", "chat_template", "\ud800"),
+        ("tokenizer_config.json", "chat_template", 0.5),
+        ("tokenizer_config.json", "chat_template", [0.5]),
+        ("tokenizer_config.json", "chat_template", {"default": 7}),
+    ],
+)
+def test_what_gguf_has_no_room_for(tmp_path, name, key, value):
     model = quantized(opened(tmp_path))
     path = model.assets / name
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | {key: 1 << 40}))
-    with pytest.raises(UnsupportedError, match="more than GGUF's 32 bits"):
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {key: value}))
+    (model.assets / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(QforgeError, match=r"cannot hold|is no text|cannot be loaded"):
         GgufExporter().write(quantized(open_model(str(model.assets))), tmp_path / "out")
     assert not list((tmp_path / "out").glob("*"))
 

@@ -13,7 +13,7 @@ import tiny
 import torch
 from runtime_models import folder, greedy, model, prompts, transformers_model
 
-from qforge.errors import DataError, UnsupportedError
+from qforge.errors import DataError, ModelError, UnsupportedError
 from qforge.runtime import LLM, SamplingParams
 
 
@@ -179,3 +179,12 @@ def test_what_a_template_refuses_in_two_lines_is_said_in_one(tmp_path: Path) -> 
     (folder / "chat_template.jinja").write_text("{{ raise_exception('not\n  so') }}")
     with pytest.raises(DataError, match="refuses these messages: not so"):
         LLM(str(folder)).generate([[{"role": "user", "content": "hi"}]])
+
+
+@pytest.mark.parametrize("rope", [{"rope_theta": 0.0}, {"rope_theta": -2.0}, {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}])
+def test_rotary_parameters_that_give_no_frequencies(tmp_path: Path, rope: dict[str, object]) -> None:
+    folder = tiny.make(tmp_path / "m", layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_type": "default", **rope}}))
+    with pytest.raises(ModelError, match=r"rotary|rope|factor"):
+        LLM(str(folder))

@@ -11,7 +11,17 @@ from typing import Any
 import onnx
 
 NUMBERS = (0, 1, -1, 2, 7, 255, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 10**30)
-VALUES: tuple[Any, ...] = (None, True, "", "gptq", [], [[]], {}, {"": None}, 0.5, -1, 0, 1, 2**31, 2**63, 10**30, "Infinity", "../../etc", "\u0000", [1, 2, 3], [-1, 4])
+VALUES: tuple[Any, ...] = (
+    None, True, "", "gptq", [], [[]], {}, {"": None}, 0.5, -1, 0, 1, 2**31, 2**63, 10**30, "Infinity", "../../etc", "\u0000", [1, 2, 3], [-1, 4],
+    "two\nlines", "\x1b[2J", "a\0b", "\ud800", "x" * 5000, 10**400, 1e308, -1e308, float("nan"), float("inf"), "(.+)+!$", "re:(.+)+!$", "re:(", {"(.+)+!": 4}, "@deep@",
+)  # fmt: skip
+_DEEP = "[" * 100_000 + "]" * 100_000
+TEMPLATES = (
+    "", "{{ messages", "{{ messages[7].content }}", "{{ raise_exception('no\nno') }}", "{% for m in messages %}{% endif %}", "{{ ''.__class__.__mro__ }}", "{% include 'x' %}",
+    "{{ strftime_now('%Y' * 10000) }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ " + "[" * 500 + "]" * 500 + " }}", "{{ 1 / 0 }}", "{{ 'x' | nothing }}", "\ud800",
+    "{% for x in range(10 ** 9) %}{% endfor %}", "{% for a in range(99999) %}{% for b in range(99999) %}{% set x = a * b %}{% endfor %}{% endfor %}", "{{ '%0999999999d' % 1 }}",
+    "{{ '{:999999999}'.format(1) }}", "{{ 'x' * 10 ** 10 }}", "{{ 10 ** 10 ** 10 }}", "{{ [1] * 10 ** 10 }}", "{{ 'a' | center(10 ** 10) }}", "{{ 'a' | indent(10 ** 10) }}",
+)  # fmt: skip
 
 
 def header_end(content: bytes) -> int:
@@ -62,7 +72,23 @@ def json_changed(content: bytes, rng: random.Random) -> bytes:
                 holder[key] = json.loads(json.dumps(other[name])) if name in other or (isinstance(other, list) and name < len(other)) else None
         if not isinstance(tree, dict) or not list(_places(tree)):
             break
-    return json.dumps(tree).encode()
+    return json.dumps(tree).replace('"@deep@"', _DEEP).encode()
+
+
+def template_changed(content: bytes, rng: random.Random) -> bytes:
+    """Another chat template, or some bytes of it changed."""
+    return rng.choice(TEMPLATES).encode(errors="surrogatepass") if rng.random() < 0.7 else bytes_changed(content, rng, len(content))
+
+
+def file_changed(name: str, content: bytes, rng: random.Random) -> bytes:
+    """A file of a model's folder changed as its kind is."""
+    if name.endswith(".jinja"):
+        return template_changed(content, rng)
+    if name.endswith(".safetensors"):
+        return header_changed(content, rng) if rng.random() < 0.7 else bytes_changed(content, rng, len(content))
+    if name == "tokenizer_config.json" and rng.random() < 0.3:
+        return json.dumps(json.loads(content) | {"chat_template": rng.choice((*TEMPLATES, *VALUES))}).encode()
+    return json_changed(content, rng)
 
 
 def header_changed(content: bytes, rng: random.Random) -> bytes:
@@ -214,7 +240,22 @@ def _any_value(rng: random.Random) -> tuple[int, Any]:
     """A GGUF type and a value of it."""
     match rng.randrange(5):
         case 0:
-            return _STRING, rng.choice((b"", b"llama", b"gpt2", b"none", b"yarn", b"{{ x }}", b"\x00", b"{% for x in range(10 ** 9) %}{% endfor %}", b"9" * 5000))
+            return _STRING, rng.choice(
+                (
+                    b"",
+                    b"llama",
+                    b"gpt2",
+                    b"none",
+                    b"yarn",
+                    b"{{ x }}",
+                    b"\x00",
+                    b"two\nlines",
+                    b"\xed\xa0\x80",
+                    b"\xff",
+                    b"9" * 5000,
+                    *(t.encode(errors="surrogatepass") for t in TEMPLATES),
+                )
+            )
         case 1:
             return 12, rng.choice((0.0, -1.0, 1e-30, 1e30, float("nan"), float("inf"), 0.5))
         case 2:

@@ -113,7 +113,7 @@ def embed(tiles: Tiles, tokens: torch.Tensor) -> torch.Tensor:
 def _blocks(q: QuantizedLinear) -> tuple[torch.Tensor, torch.Tensor, int]:
     """(order `[B x K]`: the input at each packed place or I for padding; `[B]`: scale column of each block; K)."""
     in_features, columns = q.in_features, q.scales.shape[1]
-    length = in_features if q.scheme.granularity.per in (Per.TENSOR, Per.CHANNEL) else q.scheme.granularity.columns
+    length = in_features if q.scheme.granularity.per in (Per.TENSOR, Per.CHANNEL) else min(q.scheme.granularity.columns, in_features)
     index = q.group_index.long() if q.group_index is not None else torch.arange(in_features) // length
     counts = torch.bincount(index, minlength=columns)
     block_k = block_length(int(counts.max()))

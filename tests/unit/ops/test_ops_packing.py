@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -67,3 +69,8 @@ def test_rows_of_packed_integers_are_those_of_the_dequantized_weight(text: str, 
     q = _quantized(text, 37, columns)
     tokens = torch.tensor([0, 36, 15, 16, 16, 31])
     assert torch.equal(embed(pack_quantized(q), tokens), numerics.dequantize(q)[tokens])
+
+
+def test_a_group_longer_than_any_row_is_the_row() -> None:
+    q = _quantized("int4-g32-asym", 16, 32)
+    assert torch.equal(pack_quantized(replace(q, scheme=parse(f"int4-g{2**64}-asym"))).codes, pack_quantized(q).codes)

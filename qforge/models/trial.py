@@ -6,7 +6,6 @@ run for ever. What passes the trial has encoded, decoded and rendered short text
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import resource
@@ -35,6 +34,7 @@ _SECONDS_PER_BYTE, _BYTES_PER_BYTE = 1 / (8 << 20), 40  # of tokenizer.json; one
 _PATIENCE = 60  # seconds on the clock
 _MOST_CHARACTERS = 1 << 20  # of the text of a short conversation
 _MOST_TOKENS = 1 << 16  # of a short text
+_problems: dict[str, str | None] = {}  # by what was tried
 _ENDS = {signal.SIGXCPU: "it takes too long", signal.SIGKILL: "it takes too long"}
 
 
@@ -45,8 +45,8 @@ def try_tokenizer(path: Path) -> None:
         ModelError: it fails, ends the process, or takes too much time or memory.
     """
     size = path.stat().st_size
-    problem = _tried("tokenizer", str(path), "", sha256_file(path), int(_SECONDS + size * _SECONDS_PER_BYTE), _BYTES + size * _BYTES_PER_BYTE)
-    _judge(problem, f"the tokenizer in {path.parent} cannot be used")
+    limits = int(_SECONDS + size * _SECONDS_PER_BYTE), _BYTES + size * _BYTES_PER_BYTE
+    _judge(sha256_file(path), ("tokenizer", str(path)), "", limits, f"the tokenizer in {path.parent} cannot be used")
 
 
 def try_template(template: str, special_tokens: Mapping[str, str], where: str) -> None:
@@ -61,18 +61,20 @@ def try_template(template: str, special_tokens: Mapping[str, str], where: str) -
         ModelError: it ends the process, takes too much time or memory, or makes too long a text.
     """
     told = json.dumps({"template": template, "special_tokens": dict(special_tokens)})
-    _judge(_tried("template", "", told, "", _SECONDS, _BYTES), f"the chat template of {where} cannot be used")
+    _judge(told, ("template", ""), told, (_SECONDS, _BYTES), f"the chat template of {where} cannot be used")
 
 
-def _judge(problem: str | None, failed: str) -> None:
-    if problem is not None:
-        raise ModelError(f"{failed}: {problem}")
+def _judge(key: str, what: tuple[str, str], told: str, limits: tuple[int, int], failed: str) -> None:
+    """Tried once in a process's life; `key` stands for all that decides the outcome."""
+    if key not in _problems:
+        _problems[key] = _tried(what, told, limits)
+    if _problems[key] is not None:
+        raise ModelError(f"{failed}: {_problems[key]}")
 
 
-@functools.lru_cache(maxsize=32)
-def _tried(kind: str, path: str, told: str, sha256: str, seconds: int, memory: int) -> str | None:
-    """What is wrong; None if nothing. `sha256`: of the file at `path`, so that one that has changed is tried again."""
-    command = [sys.executable, "-c", "from qforge.models.trial import main; main()", kind, path, str(seconds), str(memory)]
+def _tried(what: tuple[str, str], told: str, limits: tuple[int, int]) -> str | None:
+    """What is wrong; None if nothing."""
+    command = [sys.executable, "-P", "-c", "from qforge.models.trial import main; main()", *what, *map(str, limits)]
     try:
         done = subprocess.run(command, input=told.encode(), capture_output=True, timeout=_PATIENCE, env={**os.environ, "TOKENIZERS_PARALLELISM": "false"}, check=False)
     except subprocess.TimeoutExpired:

@@ -116,6 +116,7 @@ def quantize(
                 planned = _planned(recipe, merged, model, blocks, choices, choice)
                 skipped = exports.check(recipe, replace(model, schemes=planned.schemes))
             artifacts.clear_others(out, recipe, model_sha256, planned, texts, journal)
+            meter.mark("before quantize")
             with meter.stage("quantize"):
                 pieces = artifacts.quantize(recipe, model_sha256, blocks, planned, texts, budget, journal, meter.clock, progress)
             with meter.stage("write"):

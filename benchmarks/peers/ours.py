@@ -69,13 +69,13 @@ def changed(artifact: Model, original: Model) -> dict[str, torch.Tensor]:
 
 
 def cost(job: Run, results: dict[str, Any]) -> dict[str, Any]:
-    """What run_peer.py writes for the others: the work without opening and tokenizing, but with writing text; resident memory after the imports, and its peak during the work."""
+    """What run_peer.py writes for the others: the work without opening and tokenizing, but with writing text; memory before it, with no weight read, and at its peak."""
     seconds, memory = results["timings"], results["memory"]
     measured = ["quantize", "write"] + (["texts"] if dict(job.options).get("generated") else [])
     return {
         "name": f"{job.name} {job.scheme}",
         "wall_s": round(sum(seconds[stage] for stage in measured), 2),
-        "rss_before_mb": round(memory["at start"] / MIB),
+        "rss_before_mb": round(memory["before quantize"] / MIB),
         "rss_peak_mb": round(max(memory[f"peak during {stage}"] for stage in measured) / MIB),
         "rss_peak_process_mb": round(results["peak_rss_bytes"] / MIB),
         "bits_per_weight": results["artifact"]["bits_per_weight"],

@@ -17,13 +17,21 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's mallo
 
 
 class Meter:
-    """Seconds and peak resident bytes by stage name; a stage that runs twice adds up its seconds and keeps its larger peak. `clock`: the parts of quantizing."""
+    """Seconds and peak resident bytes by stage name, resident bytes by moment; a stage that runs twice adds up its seconds and keeps its larger peak.
+
+    `clock`: the parts of quantizing.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.clock = Clock()
         self._recalled = False
-        self.peaks: dict[str, int] = {"start": _status("VmRSS")}
+        self.peaks: dict[str, int] = {}
+        self.resident = {"at start": _status("VmRSS")}
+
+    def mark(self, moment: str) -> None:
+        """Remember how much is resident now."""
+        self.resident[moment] = _status("VmRSS")
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -41,13 +49,13 @@ class Meter:
 
     def keep(self, path: Path) -> None:
         """Remember this run's figures, so that a later run that finds all work done can state what the work took."""
-        write_text(path, json.dumps({"seconds": self.seconds, "peaks": self.peaks, "parts": self.clock.seconds}))
+        write_text(path, json.dumps({"seconds": self.seconds, "peaks": self.peaks, "resident": self.resident, "parts": self.clock.seconds}))
 
     def recall(self, path: Path) -> None:
         """State the figures of the run that did the work, instead of this one's; stays as it is when none are kept."""
         with contextlib.suppress(OSError, ValueError, KeyError):
             kept = json.loads(path.read_text())
-            self.seconds, self.peaks, self.clock.seconds, self._recalled = kept["seconds"], kept["peaks"], kept["parts"], True
+            self.seconds, self.peaks, self.resident, self.clock.seconds, self._recalled = *(kept[k] for k in ("seconds", "peaks", "resident", "parts")), True
 
     def peak(self) -> int:
         """Largest resident size of the process so far (or of the recalled run), bytes."""

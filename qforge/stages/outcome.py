@@ -91,7 +91,7 @@ def assemble(
 
 def _memory(meter: Meter, estimate: Estimate) -> dict[str, int]:
     """Measured resident bytes by stage, then what the largest stage is made of, as estimated from shapes."""
-    measured = {f"peak during {name}" if name != "start" else "at start": size for name, size in meter.peaks.items()}
+    measured = meter.resident | {f"peak during {name}": size for name, size in meter.peaks.items()}
     return measured | {f"of which in {estimate.peak_stage}, estimated: {name}": size for name, size in estimate.peak_bytes.items() if size}
 
 

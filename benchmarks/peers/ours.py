@@ -48,12 +48,14 @@ def recipe(job: Run, model: Path, tokens: Tokens) -> dict[str, Any]:
     samples, length = tokens.calibration.ids.shape
     options = dict(job.options)
     generated = options.pop("generated", 0)  # sequences that the model writes itself, besides those that all tools are given
+    limit = options.pop("memory_limit", None)
     return {
         "version": 1,
         "model": {"source": str(model.resolve())},
         "calibration": {"source": str(tokens.calibration_file.resolve()), "samples": samples, "sequence_length": length, "generated": generated, "seed": 0},
         "quantize": {"method": methods if len(methods) > 1 else methods[0], "scheme": job.scheme, "options": options},
         "evaluate": None,
+        "run": {"memory_limit": limit},
     }
 
 

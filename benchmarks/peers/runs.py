@@ -24,7 +24,7 @@ class Run:
         scheme: ours: a scheme's text form; a peer's: bits, group, symmetry.
         bits: of a code.
         group: weights that share a scale.
-        options: ours: `quantize.options` of the recipe.
+        options: ours: `quantize.options` of the recipe, `generated` of its calibration, `memory_limit` of its run.
     """
 
     tool: str

@@ -34,14 +34,16 @@ def readable_errors(path: Path) -> Iterator[None]:
         raise OutputError(f"cannot write {path}: {e.strerror or e}; choose another place") from e
 
 
-def check_regular(path: Path) -> None:
-    """Refuse what is there and no file: to read a pipe may wait for ever, a device may never end.
+def check_regular(path: Path, *, most_bytes: int | None = None) -> None:
+    """Refuse what is there and no file (to read a pipe may wait for ever, a device may never end), or larger than it can be.
 
     Raises:
         OSError: with `strerror`, as opening it would.
     """
     if path.exists() and not path.is_file() and not path.is_dir():  # a folder says so itself
         raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, and no file", str(path))
+    if most_bytes is not None and path.exists() and path.stat().st_size > most_bytes:
+        raise OSError(errno.EFBIG, f"it has {path.stat().st_size:,} bytes, and such a file has at most {most_bytes:,}", str(path))
 
 
 @contextlib.contextmanager

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-import signal
-import threading
-from types import FrameType
+import time
 
+from qforge.deadline import computing
 from qforge.errors import ModelError
 
-_SECONDS = 0.5  # of this process's computing, so that a busy machine refuses nothing
+_SECONDS = 0.5  # for a match
+_SECONDS_IN_ALL = 2.0  # for the slow ones among the matches of one place
+_SLOW = 1e-3
 _SHOWN = 80
+_spent: dict[str, float] = {}  # by place
 
 
 def matches(pattern: str, name: str, where: str) -> bool:
-    """Whether a pattern matches the beginning of a name, as `re.match` does. The limit holds in the main thread, where signals are handled.
+    """Whether a pattern matches the beginning of a name, as `re.match` does.
 
     Args:
         pattern: in Python's syntax.
@@ -24,21 +26,21 @@ def matches(pattern: str, name: str, where: str) -> bool:
     Raises:
         ModelError: it is no regular expression, or takes too long.
     """
+    start = time.process_time()
     try:
-        if threading.current_thread() is not threading.main_thread():
-            return re.match(pattern, name) is not None
-        before = signal.signal(signal.SIGVTALRM, _stop)
-        signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS)
-        try:
-            return re.match(pattern, name) is not None
-        finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before)
+        with computing(_SECONDS):
+            found = re.match(pattern, name) is not None
     except TimeoutError as e:
-        raise ModelError(f"{where} holds the pattern '{pattern[:_SHOWN]}', which took more than {_SECONDS} s on the name '{name[:_SHOWN]}'; write it without nested repeats") from e
+        raise _slow(pattern, name, where) from e
     except (re.error, OverflowError, RecursionError, MemoryError) as e:
         raise ModelError(f"{where} holds the pattern '{pattern[:_SHOWN]}', which is not a regular expression: {e or type(e).__name__}") from e
+    if (seconds := time.process_time() - start) > _SLOW:
+        _spent[where] = _spent.get(where, 0.0) + seconds
+        if _spent[where] > _SECONDS_IN_ALL:
+            del _spent[where]
+            raise _slow(pattern, name, where)
+    return found
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise TimeoutError
+def _slow(pattern: str, name: str, where: str) -> ModelError:
+    return ModelError(f"{where} holds the pattern '{pattern[:_SHOWN]}', which takes too long on the name '{name[:_SHOWN]}'; write it without nested repeats")

@@ -38,7 +38,7 @@ def genai_missing() -> str | None:
     return None if importlib.util.find_spec("onnxruntime_genai") is not None else f"{GENAI} is not installed here: pip install 'qforge[genai]'"
 
 
-def session(model: str | bytes, entries: Mapping[str, str] = MappingProxyType({}), threads: int | None = None) -> Any:
+def session(model: str | bytes, entries: Mapping[str, str] = MappingProxyType({}), threads: int | None = None, *, optimized: bool = True) -> Any:
     """A session on the CPU, of a file or of a model's bytes.
 
     Raises:
@@ -52,6 +52,8 @@ def session(model: str | bytes, entries: Mapping[str, str] = MappingProxyType({}
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
     for key, value in {"session.intra_op.allow_spinning": "0", **entries}.items():
         options.add_session_config_entry(key, value)

@@ -16,9 +16,11 @@ from xml.etree import ElementTree
 import numpy as np
 import torch
 
+from qforge.engines import openvino_runtime
 from qforge.errors import ModelError
 from qforge.export.finite import check_finite
 from qforge.models.config import read_json
+from qforge.models.weights import MOST_DIMENSIONS
 
 _BITS = {
     "f32": 32,
@@ -76,6 +78,8 @@ def inspect_openvino(path: Path, *, check: bool = False) -> dict[str, Any]:
             if c.kind in _FLOATS:
                 stored = torch.from_numpy(np.fromfile(data, np.uint8, c.nbytes, offset=c.offset)).view(_FLOATS[c.kind])
                 check_finite(stored.float().numpy(), f"{path}: the constant '{c.name}'")
+        if openvino_runtime.missing() is None:
+            openvino_runtime.read(path.parent)  # knows every operator's types and shapes
     config = path.with_name("config.json")
     layers = Counter(str(layer.get("type")) for layer in net.iter("layer"))
     return {
@@ -144,7 +148,7 @@ def _constant(layer: ElementTree.Element, path: Path, size: int) -> _Constant:
     try:
         assert told is not None
         kind, nbytes, offset = told.attrib["element_type"], int(told.attrib["size"]), int(told.attrib["offset"])
-        shape = tuple(int(d) for d in told.attrib["shape"].split(",") if d.strip())
+        shape = tuple(int(d) for d in told.attrib["shape"].split(",", MOST_DIMENSIONS) if d.strip())
         expected = -(-math.prod(shape) * _BITS[kind] // 8)
     except (AssertionError, KeyError, ValueError) as e:
         raise ModelError(f"{path}: what it says of the constant '{name}' cannot be read ({type(e).__name__}: {str(e)[:80]})") from e

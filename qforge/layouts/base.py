@@ -56,7 +56,9 @@ def expect_shape(tensor: torch.Tensor, shape: tuple[int, ...], name: str, layout
 
 
 def expect_finite(scales: torch.Tensor, name: str, layout: str) -> torch.Tensor:
-    """The scales in fp32 if all are finite, or a ModelError."""
+    """The scales in fp32 if they are floats and all are finite, or a ModelError."""
+    if not scales.is_floating_point():
+        raise ModelError(f"{layout} tensor '{name}' is {scales.dtype}, where floats are needed")
     scales = scales.float()
     if not torch.isfinite(scales).all():
         raise ModelError(f"{layout} tensor '{name}' holds values that are not finite; the file is damaged or was made from such weights")

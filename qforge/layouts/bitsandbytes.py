@@ -151,9 +151,9 @@ def _scales(*, double: bool) -> ScaleFormat:
 def _state(stored: torch.Tensor) -> dict[str, Any]:
     try:
         state = json.loads(bytes(stored.flatten().tolist()))
-    except (ValueError, TypeError) as e:
+    except (ValueError, TypeError, RecursionError) as e:
         raise ModelError(f"{STATE} is not the JSON text that bitsandbytes writes: {e}") from e
-    if not isinstance(state, dict) or state.get("quant_type") != "nf4" or state.get("blocksize") not in BLOCKS:
+    if not isinstance(state, dict) or state.get("quant_type") != "nf4" or type(state.get("blocksize")) is not int or state["blocksize"] not in BLOCKS:
         raise ModelError(f"{STATE} tells of {str(state)[:200]}; qforge reads nf4 in blocks of {', '.join(map(str, BLOCKS))}")
     if "nested_blocksize" in state and (state["nested_blocksize"] != _NESTED or not isinstance(state.get("nested_offset"), float)):
         raise ModelError(f"{STATE} tells of second-level scales for {state['nested_blocksize']} scales; qforge reads {_NESTED}, with an offset")

@@ -125,6 +125,8 @@ def _sorted_by_module(source: str, shards: Shards, skeleton: Skeleton) -> tuple[
     resaved, strangers = set(), []
     for key in shards.names():
         name = key.removeprefix("base_model.model.")
+        if not shards.info(key).dtype.is_floating_point:
+            raise ModelError(f"adapter '{source}': tensor '{key}' is {shards.info(key).dtype}, where floats are needed; the file is damaged")
         tensor = shards.read(key).float()
         if not torch.isfinite(tensor).all():
             raise ModelError(f"adapter '{source}': tensor '{key}' holds values that are not finite; its training diverged or the file is damaged")

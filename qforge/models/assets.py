@@ -19,6 +19,7 @@ from qforge.models.trial import try_template, try_tokenizer
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
 TOKENIZER_FILES = (*VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja", "chat_template.json")
 _PROBE = "The 2 mills, and a river."
+_MOST_BYTES = 256 << 20  # of a tokenizer's file
 _LARGEST_ID = (1 << 24) - 1  # sixty times the largest vocabulary in use
 ASSET_FILES = (*TOKENIZER_FILES, "generation_config.json", "config.json")
 
@@ -41,11 +42,10 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
     """
     for name in TOKENIZER_FILES:
         with reading_tokenizer(f"the tokenizer in {folder} cannot be loaded"):
-            check_regular(folder / name)
-    serialized = folder / "tokenizer.json"
-    if serialized.exists():
-        _check_ids(serialized)
-        try_tokenizer(serialized)
+            check_regular(folder / name, most_bytes=_MOST_BYTES)
+    _check_ids(folder)
+    if (folder / "tokenizer.json").exists():
+        try_tokenizer(folder / "tokenizer.json")
     with reading_tokenizer(f"the tokenizer in {folder} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     if not isinstance(tokenizer.model_max_length, (int, float)):
@@ -74,17 +74,26 @@ def reading_tokenizer(failed: str) -> Iterator[None]:
         raise ModelError(f"{failed}: {(str(e) or type(e).__name__).strip().splitlines()[0]}") from e
 
 
-def _check_ids(path: Path) -> None:
+def _check_ids(folder: Path) -> None:
     """Refuse ids of tokens that no model embeds: `tokenizers` walks all up to the largest, and ends the process where memory for them ends."""
-    try:
-        words = json.loads(path.read_bytes())
-        vocabulary = words["model"]["vocab"]
-        ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else ()), *(token["id"] for token in words.get("added_tokens") or ())]
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return  # there is none, or what is wrong with it is told by who loads it
-    most = max((i for i in ids if isinstance(i, int)), default=0)
-    if most > _LARGEST_ID:
-        raise ModelError(f"{path} gives a token the id {most}; ids go up to {_LARGEST_ID}")
+    for name in ("tokenizer.json", "vocab.json", "added_tokens.json", "tokenizer_config.json"):
+        try:
+            words = json.loads((folder / name).read_bytes())
+            most = max((i for i in _ids(name, words) if isinstance(i, int)), default=0)
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            continue  # there is none, or what is wrong with it is told by who loads it
+        if most > _LARGEST_ID:
+            raise ModelError(f"{folder / name} gives a token the id {most}; ids go up to {_LARGEST_ID}")
+
+
+def _ids(name: str, words: Any) -> list[Any]:
+    """Ids that a tokenizer's file gives."""
+    if name == "tokenizer_config.json":
+        return [int(i) for i in words.get("added_tokens_decoder") or ()]
+    if name != "tokenizer.json":
+        return list(words.values())
+    vocabulary = words["model"]["vocab"]
+    return [*(vocabulary.values() if isinstance(vocabulary, dict) else ()), *(token["id"] for token in words.get("added_tokens") or ())]
 
 
 def end_ids(folder: Path, config: PretrainedConfig) -> list[int]:

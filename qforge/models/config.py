@@ -18,6 +18,7 @@ from qforge.errors import ModelError
 from qforge.files import check_regular
 from qforge.layouts import ascend, trtllm
 
+_MOST_BYTES = 256 << 20  # of a JSON file
 _ONLY = "qforge takes decoder-only text models"
 
 
@@ -28,7 +29,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelError: it is missing, not JSON, or no object.
     """
     try:
-        check_regular(path)
+        check_regular(path, most_bytes=_MOST_BYTES)
         raw = path.read_bytes()
         content = json.loads(raw)
         if rb"\ud" in raw.lower():

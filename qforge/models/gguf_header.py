@@ -26,6 +26,7 @@ _BYTE, _STRING, _ARRAY = 0, 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MOST_DIMENSIONS = 4
 _LONGEST_KEPT = 4096
+_MOST_STRINGS = 1 << 22  # merges are half a million in the largest vocabularies
 _SMALLEST_ENTRY, _SMALLEST_PAIR = 24, 13  # bytes of a tensor without dimensions and name; of a metadata pair with an empty key
 
 
@@ -157,7 +158,7 @@ class _Reader:
             return list(struct.unpack_from(f"<{count}{_SCALARS[kind]}", self._data, start)) if count <= _LONGEST_KEPT else count
         if kind != _STRING:
             raise self._damaged(f"an array before byte {self._at} has elements of the unknown type {kind}")
-        if count * 8 > self._size - self._at:
+        if count > _MOST_STRINGS or count * 8 > self._size - self._at:
             raise self._damaged(f"an array of {count} strings at byte {self._at} does not fit into its {self._size} bytes")
         for _ in range(count):
             self._skip(self._unpack("Q"))

@@ -16,13 +16,14 @@ import torch
 
 from qforge.errors import ModelError
 from qforge.files import check_regular, sha256_file
-from qforge.models.weights import TensorInfo, digest, listed, sized
+from qforge.models.weights import MOST_DIMENSIONS, TensorInfo, digest, listed, sized
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16,
     "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
 }  # fmt: skip
+_MOST_TENSORS = 1 << 18
 _LONGEST_NAME = 255  # bytes, of a file
 _LARGEST_HEADER = 100_000_000  # the limit of the format's own reader
 INDEX = "model.safetensors.index.json"
@@ -117,7 +118,7 @@ def find(folder: Path) -> list[Path]:
 def _indexed(folder: Path) -> list[Path]:
     path = folder / INDEX
     try:
-        check_regular(path)
+        check_regular(path, most_bytes=_LARGEST_HEADER)
         files = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
         safe = all(isinstance(f, str) and Path(f).name == f and f.endswith(".safetensors") and len(f.encode()) <= _LONGEST_NAME for f in files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -171,6 +172,8 @@ def read_header(path: Path) -> dict[str, _Entry]:
     if not isinstance(header, dict):
         raise ModelError(f"{path} has a header that is not a JSON object; the file is damaged")
     header.pop("__metadata__", None)
+    if len(header) > _MOST_TENSORS:
+        raise ModelError(f"{path} tells of {len(header):,} tensors; no model has more than {_MOST_TENSORS:,} in one file")
     entries = {name: _entry(path, name, raw_entry, 8 + length) for name, raw_entry in header.items()}
     _check_layout(path, entries, 8 + length, size)
     return entries
@@ -186,7 +189,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _entry(path: Path, name: str, raw: Any, data_start: int) -> _Entry:
     try:
         dtype, shape, (begin, end) = raw["dtype"], raw["shape"], raw["data_offsets"]
-        sane = isinstance(dtype, str) and isinstance(shape, list) and all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and begin <= end
+        sane = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS
+        sane = sane and all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, begin, end)) and begin <= end
     except (TypeError, KeyError, ValueError):
         sane = False
     if not sane:

@@ -24,6 +24,7 @@ class Skeleton:
 
     Attributes:
         shapes: every tensor of the model, tied ones included, in the order of the modelling code, by the name that checkpoints give it.
+        integers: those of `shapes` that hold no floats.
         tied: tensor -> the tensor that it is tied to by the config.
         linears: module names of all nn.Linear, the head and those of single experts included.
         routers: module names of what decides over experts (`experts.routers`).
@@ -33,6 +34,7 @@ class Skeleton:
     """
 
     shapes: Mapping[str, tuple[int, ...]]
+    integers: frozenset[str]
     tied: Mapping[str, str]
     linears: tuple[str, ...]
     routers: tuple[str, ...]
@@ -58,6 +60,7 @@ def build(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Skele
         raise ModelError(f"this config tells of weights without values: {listed(empty)}; a size in it is 0")
     stored = experts.split(module)
     return Skeleton(
+        integers=frozenset(stored.get(name, name) for name, t in module.state_dict().items() if not t.is_floating_point()),
         shapes={stored.get(name, name): tuple(t.shape) for name, t in module.state_dict().items()},
         tied=dict(module.all_tied_weights_keys or {}),
         linears=tuple(experts.stored_module(stored, name) for name, m in module.named_modules() if isinstance(m, nn.Linear)),
@@ -74,7 +77,7 @@ def fitted(source: WeightSource, skeleton: Skeleton, config: PretrainedConfig, o
     A tied tensor may be absent. Where both partners are stored and differ, transformers does not tie them, and neither do we: `config` is changed to say so.
 
     Raises:
-        ModelError: names the first few tensors that are missing, of another shape, or unknown to the model.
+        ModelError: names the first few tensors that are missing, of another shape, without floats, or unknown to the model.
     """
     held = set(source.names())
     found = {name: stored for name in skeleton.shapes if (stored := _stored(name, held, skeleton.prefix)) is not None}
@@ -90,6 +93,11 @@ def fitted(source: WeightSource, skeleton: Skeleton, config: PretrainedConfig, o
     wrong = [f"{n} is {list(source.info(s).shape)} instead of {list(skeleton.shapes[n])}" for n, s in found.items() if source.info(s).shape != skeleton.shapes[n]]
     if wrong:
         raise ModelError(f"{origin}: tensors do not have the shapes that config.json tells of: {listed(wrong)}; weights and config belong to different models")
+    typed = [f"{n} is {source.info(s).dtype}" for n, s in found.items() if not source.info(s).dtype.is_floating_point and n not in skeleton.integers]
+    if typed:
+        raise ModelError(
+            f"{origin}: tensors hold integers where the model has floats: {listed(typed)}; the file is damaged, or of a quantization that config.json does not tell of"
+        )
     unknown = sorted(n for n in held - set(found.values()) if not _ignorable(n, skeleton))
     if unknown:
         raise ModelError(f"{origin}: the weights hold tensors that the model of config.json does not have: {listed(unknown)}; weights and config belong to different models")

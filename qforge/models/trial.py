@@ -33,6 +33,7 @@ _SECONDS, _BYTES = 2, 1 << 30  # of computing and of address space, for a small 
 _SECONDS_PER_BYTE, _BYTES_PER_BYTE = 1 / (8 << 20), 40  # of tokenizer.json; one of 33 MB takes 1.2 s and 0.6 GB
 _PATIENCE = 60  # seconds on the clock
 _MOST_CHARACTERS = 1 << 20  # of the text of a short conversation
+_LONGEST_SAMPLE = 1 << 14
 _MOST_TOKENS = 1 << 16  # of a short text
 _problems: dict[str, str | None] = {}  # by what was tried
 _ENDS = {signal.SIGXCPU: "it takes too long", signal.SIGKILL: "it takes too long"}
@@ -109,11 +110,17 @@ def _tokenizer(path: Path) -> str | None:
     from tokenizers import Tokenizer
 
     fast = Tokenizer.from_file(str(path))
-    tokens = [fast.encode(sample).ids for sample in SAMPLES]
+    tokens = [fast.encode(sample).ids for sample in (*SAMPLES, _named(path))]
     for ids in tokens:
         fast.decode(ids)
     longest = max(map(len, tokens))
     return f"it makes {longest:,} tokens of a short text" if longest > _MOST_TOKENS else None
+
+
+def _named(path: Path) -> str:
+    """What the tokenizer's own rules name, up to a length: replacements meet what they replace."""
+    words = json.loads(path.read_bytes())
+    return json.dumps([words.get(part) for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder")], ensure_ascii=False)[:_LONGEST_SAMPLE]
 
 
 def _template(template: str, special_tokens: dict[str, str]) -> str | None:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 _MOST_ELEMENTS = 1 << 48
+MOST_DIMENSIONS = 8  # of a weight
 
 
 @dataclass(frozen=True, slots=True)

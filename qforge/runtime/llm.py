@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qforge.deadline import computing
 from qforge.errors import DataError, UnsupportedError
 from qforge.ops.native_cache import LANES
 from qforge.runtime import sequence as seq
@@ -17,6 +18,9 @@ from qforge.runtime.sequence import Output, SamplingParams
 from qforge.runtime.step import build_step
 from qforge.runtime.tokenizer import Tokenizer
 from qforge.scheme import ACTIVATIONS
+
+_TEMPLATE_SECONDS = 4.0  # of computing, for a conversation
+_LONGEST_TOKEN = 256  # characters, on average over a text
 
 if TYPE_CHECKING:
     import torch
@@ -119,12 +123,12 @@ class LLM:
         if isinstance(prompt, str):
             if not prompt:
                 raise DataError("it is empty; give at least one character (or a list with a token id)")
-            return prompt, self._known(list(self.tokenizer.encode(_whole(prompt))))
+            return prompt, self._known(list(self.tokenizer.encode(self._short(_whole(prompt)))))
         items = list(prompt)
         if items and all(isinstance(i, int) and not isinstance(i, bool) for i in items):
             return None, self._known([i for i in items if isinstance(i, int)])
         if items and all(isinstance(i, Mapping) and isinstance(i.get("role"), str) and isinstance(i.get("content"), str) for i in items):
-            text = _whole(self._render(items))
+            text = self._short(_whole(self._render(items)))
             return text, self._known(list(self.tokenizer.encode(text, add_special_tokens=False)))
         raise DataError("it is neither a text, nor a list of token ids, nor a list of messages with role and content")
 
@@ -145,6 +149,13 @@ class LLM:
             for start, stop in chunks(len(window)):
                 yield self.runner.step(build_step([Piece(sequence, start, stop)], self._block_size, all_logits=True))
 
+    def _short(self, text: str) -> str:
+        """The text; refused before it is split where no model could hold its tokens."""
+        most = _LONGEST_TOKEN * self.max_context
+        if len(text) > most:
+            raise DataError(f"it has {len(text):,} characters; the model's context of {self.max_context:,} tokens holds fewer than {most:,}")
+        return text
+
     def _known(self, ids: list[int]) -> list[int]:
         size = self.runner.spec.vocab_size
         wrong = next((t for t in ids if not 0 <= t < size), None)
@@ -156,7 +167,10 @@ class LLM:
         if not self.tokenizer.chat_template:
             raise DataError(f"'{self._opened.source}' has no chat template; give a text instead of messages")
         try:
-            return str(self.tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True))
+            with computing(_TEMPLATE_SECONDS):
+                return str(self.tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True))
+        except TimeoutError as e:
+            raise DataError(f"the chat template of '{self._opened.source}' takes more than {_TEMPLATE_SECONDS} s over these messages") from e
         except Exception as e:  # whatever a template's own code raises
             raise DataError(f"the chat template of '{self._opened.source}' refuses these messages: {' '.join(str(e).split())}") from e
 

@@ -248,3 +248,16 @@ def test_nothing_there(capsys, tmp_path):
     assert "there is nothing at" in err
     (tmp_path / "x.bin").write_bytes(b"x")
     assert run(capsys, tmp_path / "x.bin")[0] == 2
+
+
+@OPENVINO
+@pytest.mark.parametrize(
+    ("old", "new"), [(b'type="MatMul"', b'type="MatFul"'), (b'version="opset1"', b'version="opset99"'), (b'destination_type="f32"', b'destination_type="none"')]
+)
+def test_a_graph_that_openvino_refuses_is_not_called_sound(files, tmp_path, old, new):
+    whole = (files / "openvino/openvino_model.xml").read_bytes()
+    assert old in whole
+    (tmp_path / "openvino_model.bin").write_bytes((files / "openvino/openvino_model.bin").read_bytes())
+    (tmp_path / "openvino_model.xml").write_bytes(whole.replace(old, new, 1))
+    with pytest.raises(ModelError, match="openvino refuses"):
+        inspect(tmp_path / "openvino_model.xml", check=True)

@@ -84,6 +84,23 @@ def test_a_broken_graph_is_refused_by_name(tmp_path, case):
     assert "\n" not in str(said.value)
 
 
+REFUSED = {
+    "an operator that ONNX Runtime lacks": node("FooBar", "x", "y", CONTRIB),
+    "a type that there is not": node("Cast", "x", "y", to=999),
+    "no permutation": node("Transpose", "x", "y", perm=[0, 0]),
+    "integers where floats belong": node("MatMulNBits", "i w s", "y", CONTRIB, K=32, N=8, bits=4, block_size=16),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_graph_that_the_engine_refuses_is_not_called_sound(tmp_path, case):
+    weights = [weight("w", 8, 2, 8, dtype=np.uint8), weight("s", 16), weight("i", 1, 32, dtype=np.int64)]
+    (tmp_path / "model.onnx").write_bytes(model(graph([REFUSED[case]], weights=weights)).SerializeToString())
+    with pytest.raises(ModelError, match="onnxruntime refuses") as said:
+        inspect(tmp_path / "model.onnx", check=True)
+    assert "\n" not in str(said.value)
+
+
 def outside(folder, tensor):
     """The tensor, its data in a file beside the model."""
     (folder / "weights.bin").write_bytes(tensor.raw_data)
@@ -102,7 +119,7 @@ def genai(folder):
 def optimum(folder):
     """As ONNX Runtime's optimizer leaves BERT: LayerNormalization before the standard had it, weights among the inputs."""
     norm = node("LayerNormalization", "x n b", "y", axis=-1)
-    return model(graph([norm], inputs=("x", "n", "b"), weights=[weight("n", 32), weight("b", 32)]), [("", 11), (CONTRIB, 1)])
+    return model(graph([norm], inputs=("x", "n", "b"), weights=[weight("n", 1, 32), weight("b", 1, 32)]), [("", 11), (CONTRIB, 1)])
 
 
 def torch_onnx(folder):

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,21 +15,27 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
 
-from qforge import patterns
+from qforge import numerics, patterns
 from qforge.cli.main import main
-from qforge.errors import ModelError
+from qforge.errors import DataError, ModelError
 from qforge.export.gguf import GgufExporter
 from qforge.export.hf import write_artifact
 from qforge.export.inspection import inspect
 from qforge.export.provenance import PROVENANCE, read_provenance
+from qforge.layouts import bitsandbytes
+from qforge.layouts.bitsandbytes import BitsAndBytes
+from qforge.layouts.compressed_tensors import CompressedTensors
+from qforge.layouts.mlx import Mlx
 from qforge.models.adapter_config import read_adapter_config
 from qforge.models.config import read_json
 from qforge.models.gguf_header import read_gguf_header
 from qforge.models.model import open_model
 from qforge.models.shards import read_header
 from qforge.models.trial import try_template
-from qforge.runtime.llm import LLM
+from qforge.runtime.llm import LLM, SamplingParams
+from qforge.scheme import parse
 
 ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
 
@@ -72,6 +79,17 @@ def test_a_template_without_measure_is_refused(copy: Path, template: str, messag
         LLM(str(copy), threads=1).tokenizer  # noqa: B018
 
 
+def test_a_template_that_waits_for_its_messages_is_stopped(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qforge.runtime.llm._TEMPLATE_SECONDS", 0.2)
+    (copy / "chat_template.jinja").write_text("{% if messages[0]['content'] == 'hi' %}" + ENDLESS + "{% endif %}{{ messages[0]['content'] }}")
+    llm = LLM(str(copy), threads=1)
+    assert llm.generate([[{"role": "user", "content": "mill"}]], SamplingParams(max_tokens=1))
+    with pytest.raises(DataError, match="takes more than"):
+        llm.generate([[{"role": "user", "content": "hi"}]])
+    with pytest.raises(DataError, match=r"has 1,000,000 characters"):
+        llm.generate(["x" * 1_000_000])
+
+
 def test_a_template_may_refuse_and_may_be_no_jinja() -> None:
     """Whoever has no conversation can use the model."""
     for template in ("{{ raise_exception('no system role') }}", "{% if %}", "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"):
@@ -82,9 +100,10 @@ def test_a_template_may_refuse_and_may_be_no_jinja() -> None:
     "normalizer",
     [
         {"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 16} for _ in range(12)]},
+        {"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": "Q"}, "content": "Q" * 16} for _ in range(9)]},
         {"type": "Precompiled", "precompiled_charsmap": "////fwAAAAA="},
     ],
-    ids=["growth", "charsmap"],
+    ids=["growth", "rare", "charsmap"],
 )
 def test_a_tokenizer_that_ends_its_process_is_refused(copy: Path, normalizer: dict[str, Any]) -> None:
     tell(copy / "tokenizer.json", normalizer=normalizer)
@@ -95,7 +114,7 @@ def test_a_tokenizer_that_ends_its_process_is_refused(copy: Path, normalizer: di
 @pytest.mark.parametrize("pattern", ["(.*.*.*)*=", "((((.*)*)*)*)*=", "(a|a|[a-z._0-9]+)+$="])
 def test_a_pattern_that_never_ends_is_refused(pattern: str) -> None:
     name = "model.layers.0.self_attn.q_proj" * 3
-    with pytest.raises(ModelError, match=r"here holds the pattern .* which took more than 0\.5 s"):
+    with pytest.raises(ModelError, match=r"here holds the pattern .* which takes too long"):
         patterns.matches(pattern, name, "here")
 
 
@@ -108,6 +127,12 @@ def test_a_pattern_that_is_none_is_refused(pattern: str) -> None:
 def test_patterns_match_as_re_does() -> None:
     assert patterns.matches(r".*\.q_proj$", "model.layers.0.self_attn.q_proj", "here")
     assert not patterns.matches("proj", "model.q_proj", "here")
+
+
+def test_many_slow_patterns_are_refused_together() -> None:
+    found = iter(lambda: patterns.matches("(?:[a-z._0-9]|[a-z._0-9]){20}=", "model.layers.0.self_attn.q_proj", "there"), None)
+    with pytest.raises(ModelError, match="takes too long"):
+        all(not f for f in found)
 
 
 def test_patterns_of_checkpoints_are_under_the_limit(copy: Path) -> None:
@@ -180,6 +205,71 @@ def test_a_provenance_of_other_types_is_refused(base: Path, tmp_path: Path, told
     tell(tmp_path / "a" / PROVENANCE, **told)
     with pytest.raises(ModelError, match=r"qforge\.json is not what qforge writes: (model|adapters|layers|bits)"):
         inspect(tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "added_tokens.json"])
+def test_ids_beyond_every_vocabulary_are_refused_in_every_file(copy: Path, name: str) -> None:
+    tell(copy / name, mill=2**31 - 1)
+    with pytest.raises(ModelError, match=f"{name} gives a token the id 2147483647"):
+        open_model(str(copy)).tokenizer()
+
+
+@pytest.mark.parametrize("part", ["self_attn.q_proj", "input_layernorm"])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16])
+def test_integers_in_the_place_of_floats_are_refused(copy: Path, part: str, dtype: torch.dtype) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    tensors[f"model.layers.0.{part}.weight"] = tensors[f"model.layers.0.{part}.weight"].view(torch.int16).view(dtype)
+    save_file(tensors, copy / "model.safetensors")
+    with pytest.raises(ModelError, match=f"hold integers where the model has floats: model.layers.0.{part}.weight is {dtype}"):
+        open_model(str(copy))
+
+
+@pytest.mark.parametrize("layout", [CompressedTensors(torch.float32), Mlx(), BitsAndBytes()], ids=lambda layout: layout.name)
+def test_scales_that_are_integers_are_refused(layout: Any) -> None:
+    scheme = parse("nf4-g32@f32") if layout.name == "bitsandbytes" else parse("int4-g32-asym")
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    stored = layout.pack(numerics.quantize(weight, scheme, *numerics.minmax_parameters(weight, scheme)))
+    (name,) = (n for n in stored if n in ("weight_scale", "scales", "weight.absmax"))
+    with pytest.raises(ModelError, match="where floats are needed"):
+        layout.unpack({**stored, name: stored[name].view(torch.int32)}, scheme)
+
+
+@pytest.mark.parametrize("state", [b'{"quant_type": "nf4", "blocksize": 32.0}', b"[" * 100_000], ids=["float", "deep"])
+def test_a_state_of_bitsandbytes_that_is_odd_is_refused(state: bytes) -> None:
+    with pytest.raises(ModelError, match=r"quant_state\.bitsandbytes__nf4"):
+        bitsandbytes.read_config({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, ["a"], lambda name: torch.tensor(list(state), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [[10**18] * 240, [1] * 200_000, [10**30]], ids=["large", "many", "long"])
+def test_shapes_that_no_tensor_has_are_refused_at_once(tmp_path: Path, shape: list[int]) -> None:
+    header = json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(ModelError, match="entry for 'x' is malformed"):
+        read_header(tmp_path / "x.safetensors")
+
+
+def test_more_than_there_can_be_is_refused(tmp_path: Path) -> None:
+    header = b"{" + b",".join(b'"%d":{}' % i for i in range(263_000)) + b"}"
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ModelError, match="tells of 263,000 tensors"):
+        read_header(tmp_path / "x.safetensors")
+    strings = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<IIQ", 9, 8, 5_000_000)
+    with open(tmp_path / "x.gguf", "wb") as f:
+        f.write(strings)
+        f.truncate(len(strings) + 8 * 5_000_000)
+    with pytest.raises(ModelError, match="array of 5000000 strings"):
+        read_gguf_header(tmp_path / "x.gguf")
+    with open(tmp_path / "a.json", "wb") as f:
+        f.truncate(1 << 30)
+    with pytest.raises(ModelError, match="has 1,073,741,824 bytes"):
+        read_json(tmp_path / "a.json")
+
+
+def test_experts_without_number_are_refused(tmp_path: Path) -> None:
+    folder = tiny.make(tmp_path / "moe", "qwen3_moe", layers=1)
+    tell(folder / "config.json", num_local_experts=300_000)
+    with pytest.raises(ModelError, match="experts = 300,000"):
+        open_model(str(folder))
 
 
 def test_names_that_are_too_long_are_bad_input(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,11 @@ import click
 )
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, every layer included.")
-@click.option("--check", is_flag=True, help="Read every tensor, too: finite numbers, codes and scales that fit.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Read every tensor, too (finite numbers, codes and scales that fit), and open ONNX and OpenVINO files with their engines, where those are installed.",
+)
 def command(path: Path, as_json: bool, check: bool) -> None:
     """Describe a model file."""
     from qforge.export.inspection import inspect, summary

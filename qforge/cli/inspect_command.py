@@ -16,7 +16,7 @@ import click
 @click.option(
     "--check",
     is_flag=True,
-    help="Read every tensor, too (finite numbers, codes and scales that fit), and open ONNX and OpenVINO files with their engines, where those are installed.",
+    help="Read every tensor, too (finite numbers, codes and scales that fit), and open ONNX and OpenVINO files in their engines where installed.",
 )
 def command(path: Path, as_json: bool, check: bool) -> None:
     """Describe a model file."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import struct
 import time
 from collections.abc import Iterator
@@ -38,16 +37,6 @@ from qforge.runtime.llm import LLM, SamplingParams
 from qforge.scheme import parse
 
 ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make(tmp_path_factory.mktemp("hostile") / "base", layers=1, dtype=torch.bfloat16)
-
-
-@pytest.fixture
-def copy(base: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(base, tmp_path / "copy"))
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,6 @@ from qforge.errors import MissingCapabilityError, ModelError
 from qforge.export.inspection import inspect
 from qforge.models.assets import end_ids
 from qforge.models.model import open_model
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make(tmp_path_factory.mktemp("open") / "base", layers=2, dtype=torch.bfloat16)
-
-
-@pytest.fixture
-def copy(base: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(base, tmp_path / "copy"))
 
 
 def edit(folder: Path, **changes: Any) -> None:

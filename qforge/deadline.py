@@ -1,11 +1,13 @@
-"""A limit of computing time for what files of strangers make this process do."""
+"""Limits of computing time and memory for what files of strangers make this process do."""
 
 from __future__ import annotations
 
 import contextlib
+import resource
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 
@@ -22,6 +24,24 @@ def computing(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+@contextlib.contextmanager
+def within_memory(nbytes: int) -> Iterator[None]:
+    """MemoryError where this process asks for more address space than it has now and `nbytes` more, in any thread. Linux tells how much it has; elsewhere there is no limit."""
+    told = Path("/proc/self/statm")
+    if not told.exists():
+        yield
+        return
+    before, most = resource.getrlimit(resource.RLIMIT_AS)
+    present = int(told.read_text().split()[0]) * resource.getpagesize()
+    limit = present + nbytes
+    if before == resource.RLIM_INFINITY or limit < before:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, most))
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from qforge.engines import onnx_runtime
 from qforge.errors import MissingCapabilityError, ModelError
 from qforge.export.finite import check_finite
+from qforge.export.ranges import check_apart
 from qforge.models.config import read_json
 from qforge.models.weights import MOST_DIMENSIONS
 
@@ -41,8 +42,13 @@ def inspect_onnx(path: Path, *, check: bool = False) -> dict[str, Any]:
 
     model = _parsed(path)
     stored = Stored(path.parent, {t.name: t for t in model.graph.initializer}, list(model.graph.node), {p.key: p.value for p in model.metadata_props})
-    data: set[Path] = set()
-    tensor_bytes = sum(_placed(tensor, path, data) for tensor in stored_tensors(model.graph))
+    places: list[tuple[Path, int, int]] = []
+    tensor_bytes = sum(_placed(tensor, path, places) for tensor in stored_tensors(model.graph))
+    files: dict[Path, list[tuple[int, int]]] = {}
+    for file, begin, length in places:
+        files.setdefault(file, []).append((begin, length))
+    for file, ranges in files.items():
+        check_apart(ranges, file)
     check_graph(model, path)
     counted = _parameters(stored)
     opened = ""
@@ -59,7 +65,7 @@ def inspect_onnx(path: Path, *, check: bool = False) -> dict[str, Any]:
         "kind": "ONNX model",
         "family": _family(path),
         "parameters": sum(counted.values()),
-        "size_bytes": sum(p.stat().st_size for p in {path, *data}),
+        "size_bytes": sum(p.stat().st_size for p in {path, *files}),
         "tensor_bytes": tensor_bytes,
         "bits_per_weight": round(8 * tensor_bytes / max(sum(counted.values()), 1), 4),
         "schemes": _schemes(stored.operators()),
@@ -117,8 +123,8 @@ def _texts(model: Any) -> Iterator[str | bytes]:
     yield from (o.domain for o in model.opset_import)
 
 
-def _placed(tensor: Any, path: Path, data: set[Path]) -> int:
-    """Bytes of a weight, when they are all there; adds the file that holds them to `data`."""
+def _placed(tensor: Any, path: Path, places: list[tuple[Path, int, int]]) -> int:
+    """Bytes of a weight, when they are all there; adds where they lie to `places`, if outside."""
     from onnx import TensorProto, helper
 
     try:
@@ -130,8 +136,8 @@ def _placed(tensor: Any, path: Path, data: set[Path]) -> int:
     count = math.prod(tensor.dims)
     expected = -(-count // 2) if kind in _HALF_BYTES else count * int(helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
     if tensor.data_location == TensorProto.EXTERNAL:
-        file, _, found = _external(tensor, path)
-        data.add(file)
+        places.append(_external(tensor, path))
+        found = places[-1][2]
     elif tensor.HasField("raw_data"):
         found = len(bytes(tensor.raw_data))
     else:

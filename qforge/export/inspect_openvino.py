@@ -19,6 +19,7 @@ import torch
 from qforge.engines import openvino_runtime
 from qforge.errors import ModelError
 from qforge.export.finite import check_finite
+from qforge.export.ranges import check_apart
 from qforge.models.config import read_json
 from qforge.models.weights import MOST_DIMENSIONS
 
@@ -42,6 +43,7 @@ _BITS = {
     "f64": 64,
 }
 _MOST_BYTES = 256 << 20  # of the graph; that of a model of 100 layers takes a tenth
+_MOST_ELEMENTS, _MOST_DEPTH = 1 << 21, 256
 _FLOATS = {"f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2}
 _CODES = {"i4", "u4", "i8", "u8", "f8e4m3", "f8e5m2"}
 
@@ -70,6 +72,7 @@ def inspect_openvino(path: Path, *, check: bool = False) -> dict[str, Any]:
     data = path.with_suffix(".bin")
     size = data.stat().st_size if data.is_file() else 0
     constants = [_constant(layer, path, size) for layer in net.iter("layer") if layer.get("type") == "Const"]
+    check_apart(((c.offset, c.nbytes) for c in constants), data)
     weights = [c for c in constants if c.name.endswith(".weight") or c.name.rpartition(".")[2] == "bias"]
     parameters = sum(math.prod(c.shape) for c in weights)
     tensor_bytes = sum(c.nbytes for c in constants)
@@ -105,12 +108,32 @@ def _parsed(path: Path) -> ElementTree.Element:
     if path.stat().st_size > _MOST_BYTES:
         raise ModelError(f"{path} has {path.stat().st_size:,} bytes; no graph of a model takes more than {_MOST_BYTES:,}")
     try:
-        net = ElementTree.fromstring(path.read_bytes())
+        parser = ElementTree.XMLParser(target=_Measured(path))
+        parser.feed(path.read_bytes())
+        net: ElementTree.Element = parser.close()
     except (ElementTree.ParseError, ValueError, LookupError) as e:
         raise ModelError(f"{path} is no OpenVINO IR, or damaged: {e}") from e
     if net.tag != "net" or net.find("layers/layer") is None:
         raise ModelError(f"{path} is no OpenVINO IR, or damaged: it holds no layers of a net")
     return net
+
+
+class _Measured(ElementTree.TreeBuilder):
+    """A tree that is neither deeper nor larger than any graph of a model."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path, self._depth, self._count = path, 0, 0
+
+    def start(self, tag: str, attrs: dict[str, str], /) -> ElementTree.Element:
+        self._depth, self._count = self._depth + 1, self._count + 1
+        if self._depth > _MOST_DEPTH or self._count > _MOST_ELEMENTS:
+            raise ModelError(f"{self._path} is no OpenVINO IR, or damaged: its XML has more than {_MOST_ELEMENTS:,} elements or {_MOST_DEPTH} of them within one another")
+        return super().start(tag, attrs)
+
+    def end(self, tag: str, /) -> ElementTree.Element:
+        self._depth -= 1
+        return super().end(tag)
 
 
 def _check_edges(scope: ElementTree.Element, path: Path) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qforge.deadline import computing
 from qforge.errors import DataError, UnsupportedError
 from qforge.ops.native_cache import LANES
 from qforge.runtime import sequence as seq
@@ -18,8 +17,8 @@ from qforge.runtime.sequence import Output, SamplingParams
 from qforge.runtime.step import build_step
 from qforge.runtime.tokenizer import Tokenizer
 from qforge.scheme import ACTIVATIONS
+from qforge.text.chat import apply_template
 
-_TEMPLATE_SECONDS = 4.0  # of computing, for a conversation
 _LONGEST_TOKEN = 256  # characters, on average over a text
 
 if TYPE_CHECKING:
@@ -167,12 +166,9 @@ class LLM:
         if not self.tokenizer.chat_template:
             raise DataError(f"'{self._opened.source}' has no chat template; give a text instead of messages")
         try:
-            with computing(_TEMPLATE_SECONDS):
-                return str(self.tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True))
-        except TimeoutError as e:
-            raise DataError(f"the chat template of '{self._opened.source}' takes more than {_TEMPLATE_SECONDS} s over these messages") from e
-        except Exception as e:  # whatever a template's own code raises
-            raise DataError(f"the chat template of '{self._opened.source}' refuses these messages: {' '.join(str(e).split())}") from e
+            return apply_template(messages, self.tokenizer, add_generation_prompt=True)
+        except DataError as e:
+            raise DataError(f"'{self._opened.source}': {e}") from e
 
 
 def _whole(text: str) -> str:

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
+from qforge.deadline import computing, within_memory
 from qforge.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
-_REFUSALS = (TemplateError, ValueError, TypeError, KeyError)
+_SECONDS, _BYTES = 4.0, 1 << 30  # of computing and of memory, for a conversation
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -45,20 +44,42 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
+class TemplateRefusal(DataError):
+    """A chat template does not take these messages (roles out of order, for instance)."""
+
+
+def apply_template(messages: Sequence[Message], tokenizer: Any, *, add_generation_prompt: bool = False) -> str:
+    """A conversation through a tokenizer's chat template, which is a stranger's program.
+
+    Raises:
+        TemplateRefusal: what Jinja or the template raises.
+        DataError: it takes too much time or memory over these messages.
+    """
+    try:
+        with computing(_SECONDS), within_memory(_BYTES):
+            return str(tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt))
+    except TimeoutError as e:
+        raise DataError(f"the model's chat template takes more than {_SECONDS} s over these messages") from e
+    except MemoryError as e:
+        raise DataError(f"the model's chat template takes more than {_BYTES:,} bytes of memory over these messages") from e
+    except Exception as e:  # whatever a template's own code raises
+        raise TemplateRefusal(f"the model's chat template refuses these messages: {' '.join(str(e).split())}") from e
+
+
 def render_chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str) -> Rendered:
     """A conversation through the tokenizer's chat template.
 
     A BOS that the template writes in front is taken away where the tokenizer itself puts one before plain text, so that a window never begins with two.
 
     Raises:
-        DataError: there is no template, or it refuses these messages (roles out of order, for instance).
+        DataError: there is no template, or see `apply_template`.
     """
     if not has_chat_template(tokenizer):
         raise DataError(f'{where}: chat messages need a chat template, and this model\'s tokenizer has none; give records with "text" instead')
     try:
-        text = str(tokenizer.apply_chat_template(list(messages), tokenize=False))
-    except _REFUSALS as e:
-        raise DataError(f"{where}: the model's chat template refuses these messages: {' '.join(str(e).split())}") from e
+        text = apply_template(messages, tokenizer)
+    except DataError as e:
+        raise DataError(f"{where}: {e}") from e
     answers, bos = _answers(messages, tokenizer, text), str(tokenizer.bos_token)
     if not begins_with_bos(tokenizer) or not text.startswith(bos):
         return Rendered(text, answers)
@@ -70,9 +91,9 @@ def _answers(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, te
     spans = []
     for i in (i for i, m in enumerate(messages) if m["role"] == "assistant"):
         try:
-            before = str(tokenizer.apply_chat_template(list(messages[:i]), tokenize=False, add_generation_prompt=True))
-            after = str(tokenizer.apply_chat_template(list(messages[: i + 1]), tokenize=False)).rstrip()
-        except _REFUSALS:
+            before = apply_template(messages[:i], tokenizer, add_generation_prompt=True)
+            after = apply_template(messages[: i + 1], tokenizer).rstrip()
+        except TemplateRefusal:
             return None
         if not after.startswith(before) or not text.startswith(after):
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import shutil
 import struct
 
 import onnx
@@ -218,6 +219,22 @@ def test_a_graph_of_openvino_that_hangs_together_badly(files, tmp_path, damage, 
 NET = '<net><layers><layer id="0" type="If"><output><port id="0"/></output>%s</layer></layers></net>'
 LOOP = """<layer id="0" type="Add"><input><port id="0"/></input><output><port id="1"/></output></layer>
 <layer id="1" type="Relu"><input><port id="0"/></input><output><port id="1"/></output></layer>"""
+
+
+@pytest.mark.parametrize(("before", "after"), [("<a>" * 1000, "</a>" * 1000), ("<a/>" * (1 << 21), "")])
+def test_xml_deeper_or_larger_than_a_model(tmp_path, before, after):
+    (tmp_path / "openvino_model.xml").write_text(NET % f"<layer id='1' type='Parameter'>{before}{after}</layer>")
+    with pytest.raises(ModelError, match="its XML has more than"):
+        inspect(tmp_path / "openvino_model.xml")
+
+
+@OPENVINO
+def test_constants_of_openvino_that_overlap(files, tmp_path):
+    shutil.copytree(files / "openvino", tmp_path / "openvino")
+    path = tmp_path / "openvino/openvino_model.xml"
+    path.write_text(re.sub(r'offset="(\d{4,})"', lambda m: f'offset="{int(m[1]) - 2}"', path.read_text(), count=1))
+    with pytest.raises(ModelError, match="tensors overlap"):
+        inspect(path)
 
 
 def test_bodies_of_openvino_and_cycles(tmp_path):

@@ -170,3 +170,19 @@ def test_data_of_a_body_must_be_there(tmp_path):
     (tmp_path / "weights.bin").write_bytes(b"short")
     with pytest.raises(ModelError, match=r"weights\.bin"):
         inspect(tmp_path / "model.onnx")
+
+
+def test_weights_may_share_all_of_their_bytes_but_no_part(tmp_path):
+    (tmp_path / "weights.bin").write_bytes(bytes(512))
+    for second, sound in ((0, True), (128, True), (64, False)):
+        weights = [weight("v", 32), weight("w", 32)]
+        for tensor, offset in zip(weights, (0, second), strict=True):
+            onnx.external_data_helper.set_external_data(tensor, "weights.bin", offset, 128)
+            tensor.ClearField("raw_data")
+        inner = graph([node("Add", "x v", "a"), node("Add", "a w", "y")], weights=weights)
+        (tmp_path / "model.onnx").write_bytes(model(inner).SerializeToString())
+        if sound:
+            assert inspect(tmp_path / "model.onnx")["sound"]
+            continue
+        with pytest.raises(ModelError, match=r"weights\.bin: tensors overlap"):
+            inspect(tmp_path / "model.onnx")

@@ -35,6 +35,7 @@ from qforge.models.shards import read_header
 from qforge.models.trial import try_template
 from qforge.runtime.llm import LLM, SamplingParams
 from qforge.scheme import parse
+from qforge.text.records import chat_renderer, jsonl_texts
 
 ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
 
@@ -69,12 +70,20 @@ def test_a_template_without_measure_is_refused(copy: Path, template: str, messag
 
 
 def test_a_template_that_waits_for_its_messages_is_stopped(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qforge.runtime.llm._TEMPLATE_SECONDS", 0.2)
-    (copy / "chat_template.jinja").write_text("{% if messages[0]['content'] == 'hi' %}" + ENDLESS + "{% endif %}{{ messages[0]['content'] }}")
+    monkeypatch.setattr("qforge.text.chat._SECONDS", 0.2)
+    endless = "{% if messages[0]['content'] == 'hi' %}" + ENDLESS + "{% endif %}"
+    large = "{% if messages[0]['content'] == 'ho' %}{{ 'x' * 3000000000 }}{% endif %}"
+    (copy / "chat_template.jinja").write_text(endless + large + "{{ messages[0]['content'] }}")
     llm = LLM(str(copy), threads=1)
     assert llm.generate([[{"role": "user", "content": "mill"}]], SamplingParams(max_tokens=1))
     with pytest.raises(DataError, match="takes more than"):
         llm.generate([[{"role": "user", "content": "hi"}]])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(DataError, match=r"takes more than 1,073,741,824 bytes of memory"):
+        llm.generate([[{"role": "user", "content": "ho"}]])
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    with pytest.raises(DataError, match=r"c\.jsonl:2: .* takes more than .* bytes"):
+        jsonl_texts('{"messages": [{"role": "user", "content": "a"}]}\n{"messages": [{"role": "user", "content": "ho"}]}', "c.jsonl", chat_renderer(llm.tokenizer))
     with pytest.raises(DataError, match=r"has 1,000,000 characters"):
         llm.generate(["x" * 1_000_000])
 

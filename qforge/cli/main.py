@@ -20,6 +20,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Tensors of 2 MiB and more take huge pages, where the kernel lets a process ask for them: quantizing hands memory back at once (stages.meter), and a block of TinyLlama's shape
 # spent 23 s of 100 in page faults, with huge pages 10 of 86. torch reads this with its first tensor.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+# What transformers thinks of a config (ids outside the vocabulary, names that it does not know) would stand before our one message.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 VERBS = {
     "quantize": "merge, quantize, export, check and report, by recipe",

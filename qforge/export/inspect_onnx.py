@@ -15,6 +15,7 @@ from qforge.engines import onnx_runtime
 from qforge.errors import MissingCapabilityError, ModelError
 from qforge.export.finite import check_finite
 from qforge.export.ranges import check_apart
+from qforge.models.assets import VOCABULARIES, load_tokenizer
 from qforge.models.config import read_json
 from qforge.models.weights import MOST_DIMENSIONS
 
@@ -37,6 +38,7 @@ def inspect_onnx(path: Path, *, check: bool = False) -> dict[str, Any]:
         raise MissingCapabilityError("the package onnx reads ONNX files and is not installed here: pip install 'qforge[onnx]'")
     from onnx import TensorProto
 
+    from qforge.export.inspect_genai import check_genai
     from qforge.export.onnx_soundness import check_graph, stored_tensors
     from qforge.export.verify_onnx import Stored
 
@@ -50,6 +52,7 @@ def inspect_onnx(path: Path, *, check: bool = False) -> dict[str, Any]:
     for file, ranges in files.items():
         check_apart(ranges, file)
     check_graph(model, path)
+    check_genai(model, path)
     counted = _parameters(stored)
     opened = ""
     if check:
@@ -59,6 +62,8 @@ def inspect_onnx(path: Path, *, check: bool = False) -> dict[str, Any]:
             if key not in seen:
                 check_finite(_values(tensor, path), f"{path}: weight '{tensor.name}'")
             seen.add(key)
+        if any((path.parent / name).exists() for name in VOCABULARIES):
+            load_tokenizer(path.parent)
         opened = _opened(path)
     return {
         "path": str(path),

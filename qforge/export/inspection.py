@@ -20,6 +20,7 @@ from qforge.export.inspect_onnx import inspect_onnx
 from qforge.export.inspect_openvino import inspect_openvino
 from qforge.export.provenance import PROVENANCE, read_provenance
 from qforge.files import size_of
+from qforge.models.assets import end_ids
 from qforge.models.config import quantization_of, read_json
 from qforge.models.gguf_header import GgufHeader, read_gguf_header
 from qforge.models.model import Model, open_model
@@ -76,6 +77,7 @@ def _directory(path: Path, check: bool) -> dict[str, Any]:
     stored = [shards.info(n) for n in shards.names()]
     tensor_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in stored)
     linears = [_linear(model, name) for name in model.schemes]
+    end_ids(path, model.config)  # of generation_config.json
     quantized = sum(entry["weights"] for entry in linears)
     if check:
         _read_all(model)

@@ -1,4 +1,4 @@
-"""Whether an ONNX graph can run at all, whoever exported it: the onnx package's checks of names, order, operators and attributes, and the sizes of MatMulNBits."""
+"""Whether an ONNX graph can run at all, whoever exported it: the onnx package's checks of names, order, operators and attributes, and sizes of what contributed operators take."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from qforge.export.onnx_graph import CONTRIB
 
 _STANDARD = ("", "ai.onnx")
 _RUNTIMES_OWN = ("SimplifiedLayerNormalization", "LayerNormalization", "MemcpyFromHost", "MemcpyToHost")  # in the standard domain to ONNX Runtime, not (in every version) to onnx
+
+_ROTATIONS = {"GroupQueryAttention": slice(7, 9), "RotaryEmbedding": slice(2, 4)}  # inputs that are tables of cosines and sines
 
 
 def check_graph(model: ModelProto, path: Path) -> None:
@@ -90,8 +92,17 @@ def _check_scope(graph: GraphProto, path: Path, outside: ChainMap[str, TensorPro
     for node in graph.node:
         if node.op_type == "MatMulNBits" and node.domain == CONTRIB:
             _check_packed(node, path, known)
+        if node.domain == CONTRIB and node.op_type in _ROTATIONS:
+            _check_rotation(node, path, known)
         for body in _bodies(node):
             _check_scope(body, path, known)
+
+
+def _check_rotation(node: NodeProto, path: Path, known: Mapping[str, TensorProto]) -> None:
+    """Cosines and sines of positions are two tables of one shape."""
+    shapes = [list(known[name].dims) for name in list(node.input)[_ROTATIONS[node.op_type]] if name in known]
+    if len(shapes) == 2 and (shapes[0] != shapes[1] or len(shapes[0]) != 2):
+        raise ModelError(f"{path}: {node.op_type} '{node.name}' has cosines of shape {shapes[0][:8]} and sines of {shapes[1][:8]}; the file is damaged")
 
 
 def _check_packed(node: NodeProto, path: Path, known: Mapping[str, TensorProto]) -> None:

@@ -17,6 +17,9 @@ from qforge.models.model import Model
 from qforge.types import Verification
 
 PROBES = ("", " ", "a", "The mill by the river.", "  two spaces, a\ttab\nand 123456 lines\n\n", "naïve straße 日本語 русский 😀", "def f(x):\n    return x + 1", "I'm sure they do")
+# Text that llama.cpp cuts in its own way for some tokenizers, whatever a file says: it composes no characters (NFC), and its patterns for gpt-4o and tekken know capitals of ASCII
+# only and no combining marks.
+APART = ("cafe\u0301 nai\u0308ve \u1112\u1161\u11ab", "हिन्दी ไทย", "ŒUVRE ÉCOLE ΑΘΗΝΑ МОСКВА")
 CONVERSATIONS = (
     [{"role": "user", "content": "Hello"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}, {"role": "user", "content": "Thanks"}],
@@ -52,18 +55,21 @@ def _in_llama_cpp(path: Path, ours: PreTrainedTokenizerBase) -> list[Verificatio
     python = llama_cpp.interpreter()
     if python is None:
         return []
-    probes = _probes(ours)
+    probes = [*_probes(ours), *APART]
     try:
         ids, _ = llama_cpp.tokenized(path, probes)
     except MissingCapabilityError:
         return []
-    problem = _other_ids(probes, [ours(p).input_ids for p in probes], ids)
+    common, wanted_ids = len(probes) - len(APART), [ours(p).input_ids for p in probes]
+    problem = _other_ids(probes[:common], wanted_ids[:common], ids[:common])
+    limit = _other_ids(APART, wanted_ids[common:], ids[common:])
     if problem is None:
         field = gguf.GGUFReader(path).get_field("tokenizer.chat_template")
         held, wanted = None if field is None else field.contents(), ours.chat_template
         wanted = wanted.get("default") if isinstance(wanted, dict) else wanted
         problem = None if held == wanted or not wanted else "it has no chat template" if held is None else "its chat template is another one"
-    return [Verification("tokenizer in llama.cpp", foreign.version_of(python, llama_cpp.PACKAGE), note=problem, text_equal=problem is None)]
+    note = problem or (limit and f"but {limit} (llama.cpp's own limits: no composing of characters, capitals of ASCII only in some tokenizers' patterns)")
+    return [Verification("tokenizer in llama.cpp", foreign.version_of(python, llama_cpp.PACKAGE), note=note, text_equal=problem is None)]
 
 
 def _probes(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -96,7 +96,7 @@ class AutoGptq:
         codes = unpack_words(qweight, scheme.bits, in_features, dim=0).T.contiguous()
         zeros = (unpack_words(qzeros, scheme.bits, out_features, dim=1) + (2 - self.version)).T.contiguous()
         if index is not None:
-            index = expect_group_index(index, columns, NAME)
+            index = expect_group_index(expect_shape(index, (in_features,), "g_idx", NAME), columns, NAME)
             index = None if torch.equal(index, _contiguous(in_features, scheme)) else index
         if not scheme.symmetric:
             if int(zeros.max()) >> scheme.bits:

@@ -10,6 +10,7 @@ Letters: O output features, I input features, R x C shape of the scales.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -220,15 +221,14 @@ def _signed(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 
 def _reshaped(tensor: torch.Tensor, shape: tuple[int, int], name: str) -> torch.Tensor:
-    if tensor.numel() != shape[0] * shape[1]:
-        expect_shape(tensor, shape, name, NAME)
-    return tensor.reshape(shape)
+    """The tensor as a matrix; that of one element may have fewer dimensions, as older versions wrote scales of a whole tensor."""
+    return tensor.reshape(shape) if tensor.numel() == 1 == math.prod(shape) else expect_shape(tensor, shape, name, NAME)
 
 
 def _unpack_codes(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> torch.Tensor:
     if "weight_packed" in tensors:
-        packed, shape = tensors["weight_packed"], take(tensors, "weight_shape", NAME).flatten().tolist()
-        if packed.dtype != torch.int32 or len(shape) != 2 or min(shape) < 1:
+        packed, shape = tensors["weight_packed"], expect_shape(take(tensors, "weight_shape", NAME), (2,), "weight_shape", NAME).tolist()
+        if packed.dtype != torch.int32 or min(shape) < 1:
             raise ModelError(f"weight_packed is {packed.dtype} with weight_shape {shape}; a packed weight is int32 with two positive sizes")
         expect_shape(packed, (shape[0], words_for(shape[1], scheme.bits)), "weight_packed", NAME)
         codes = unpack_words(packed, scheme.bits, shape[1])

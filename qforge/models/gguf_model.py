@@ -60,7 +60,7 @@ def _assets(header: GgufHeader, config: PretrainedConfig) -> Path:
     def build(folder: Path) -> None:
         alone = folder / "model.gguf"  # away from tokenizer files that may lie beside the original
         alone.symlink_to(header.path.resolve())
-        with reading_tokenizer(f"{header.path}: its tokenizer cannot be read"):
+        with reading_tokenizer(f"{header.path}: its tokenizer cannot be read{_outside(header)}"):
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=alone.name, local_files_only=True)
         alone.unlink()
         if header.metadata.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
@@ -74,6 +74,14 @@ def _assets(header: GgufHeader, config: PretrainedConfig) -> Path:
         config.to_json_file(folder / "config.json")
 
     return cached_folder("gguf-assets", digest("4", header.sha256, transformers_version)[:32], build)
+
+
+def _outside(header: GgufHeader) -> str:
+    """Why transformers may have failed: a special token that there is not, which it looks up."""
+    count = header.metadata.get("tokenizer.ggml.tokens")
+    keys = (f"tokenizer.ggml.{kind}_token_id" for kind in ("bos", "eos", "unknown", "padding"))
+    found = [f"{key} is {value}" for key in keys if isinstance(value := header.metadata.get(key), int) and isinstance(count, int) and value >= count]
+    return f" ({', '.join(found)}, and there are {count} tokens)" if found else ""
 
 
 def _as_the_file_says(folder: Path, vocab_size: int) -> None:

@@ -109,7 +109,8 @@ def _read(header: GgufHeader, tensor: GgufTensor) -> torch.Tensor:
     if tensor.type in _FLOATS:
         return torch.from_numpy(raw).view(_FLOATS[tensor.type]).reshape(tensor.shape)
     try:
-        values = dequantize(raw.reshape(*tensor.shape[:-1], -1), tensor.type)
+        with np.errstate(over="ignore", invalid="ignore"):  # scales that are not finite are found by who reads the values
+            values = dequantize(raw.reshape(*tensor.shape[:-1], -1), tensor.type)
     except NotImplementedError as e:
         raise ModelError(f"{header.path}: tensor '{tensor.name}' is of type {tensor.type.name}, which the gguf package cannot dequantize") from e
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).reshape(tensor.shape)

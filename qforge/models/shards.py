@@ -171,7 +171,9 @@ def read_header(path: Path) -> dict[str, _Entry]:
         raise ModelError(f"{path} has a header that is not JSON ({e}); the file is damaged") from e
     if not isinstance(header, dict):
         raise ModelError(f"{path} has a header that is not a JSON object; the file is damaged")
-    header.pop("__metadata__", None)
+    told = header.pop("__metadata__", None)
+    if told is not None and not (isinstance(told, dict) and all(isinstance(value, str) for value in told.values())):
+        raise ModelError(f"{path} has metadata that are no texts by name; the file is damaged")
     if len(header) > _MOST_TENSORS:
         raise ModelError(f"{path} tells of {len(header):,} tensors; no model has more than {_MOST_TENSORS:,} in one file")
     entries = {name: _entry(path, name, raw_entry, 8 + length) for name, raw_entry in header.items()}

@@ -41,6 +41,12 @@ def packed(*, shape=(8, 2, 8), scales=(16,), zeros=(8,), told=()):
     return model(graph([node("MatMulNBits", "x w s z", "y", CONTRIB, **about)], weights=weights))
 
 
+def rotated(*, cos=(64, 8), sin=(64, 8)):
+    """RotaryEmbedding of 2 heads 16 wide."""
+    weights = [weight("p", 1, 1, dtype=np.int64), weight("c", *cos), weight("s", *sin)]
+    return model(graph([node("RotaryEmbedding", "x p c s", "y", CONTRIB, num_heads=2)], weights=weights))
+
+
 def branching(body, **other):
     """If with a body that reads `x` of the outer graph."""
     bodies = {"then_branch": graph([node("Relu", "x", "a")], inputs=(), outputs=("a",)), "else_branch": body}
@@ -71,6 +77,7 @@ BROKEN = {
     "N": (packed(told={"N": 9}), "N 9"),
     "packed weights": (packed(shape=(8, 2, 4)), "'w'"),
     "scales": (packed(scales=(8,)), "'s'"),
+    "rotation": (rotated(cos=(8, 64)), "cosines of shape"),
     "zero points": (packed(zeros=(4,)), "'z'"),
 }
 

@@ -49,6 +49,8 @@ def packed(text="int4-g32-asym"):
         ("scales", lambda t: t[:1], "scales"),
         ("scales", lambda t: t / 0, "finite"),
         ("g_idx", lambda t: t + 5, "group"),
+        ("g_idx", lambda t: t[:, None], "shape"),
+        ("g_idx", lambda t: t.view(-1, 2), "shape"),
         ("g_idx", lambda t: t[:-8], "qweight|scales"),
     ],
 )

@@ -19,9 +19,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qforge.errors import ModelError
-from qforge.models import names
+from qforge.models import gguf_source, names
 from qforge.models.gguf_config import gguf_config
-from qforge.models.gguf_header import read_gguf_header
+from qforge.models.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from qforge.models.model import open_model
 
 BLOCKS = {"attn_q": "Q4_0", "attn_k": "Q8_0", "attn_v": "Q5_0", "attn_output": "Q4_1", "ffn_gate": "Q5_1", "ffn_up": "F16", "ffn_down": "BF16", "token_embd": "Q8_0"}
@@ -285,3 +285,21 @@ def test_any_cut_is_found(bases: dict[str, Path], tmp_path: Path) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(ModelError):
             open_model(str(path))
+
+
+def test_a_special_token_that_there_is_not_is_named(bases: dict[str, Path], tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", bases["llama"])
+    key, whole = b"tokenizer.ggml.eos_token_id", (tmp_path / "m.gguf").read_bytes()
+    value = whole.index(key) + len(key) + 4  # behind its type
+    (tmp_path / "m.gguf").write_bytes(whole[:value] + (1 << 31).to_bytes(4, "little") + whole[value + 4 :])
+    with pytest.raises(ModelError, match=r"cannot be read \(tokenizer.ggml.eos_token_id is 2147483648, and there are 384 tokens\)"):
+        open_model("m.gguf", folder=tmp_path)
+
+
+def test_scales_that_overflow_are_values_and_no_warning(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(bytes([254] + [0x77] * 16))
+    tensor = GgufTensor("w", (1, 32), gguf.GGMLQuantizationType.MXFP4, 0, 17)
+    with pytest.warns(RuntimeWarning, match="overflow"):
+        gguf.quants.dequantize(np.fromfile(tmp_path / "m.gguf", np.uint8).reshape(1, -1), tensor.type)
+    found = gguf_source._read(GgufHeader(tmp_path / "m.gguf", {}, {"w": tensor}, ""), tensor)
+    assert found.isinf().all()

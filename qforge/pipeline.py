@@ -164,8 +164,8 @@ def evaluate(
         against: the reference, likewise.
         text: `builtin`, a `.txt` or `.jsonl` file, or a hub data set.
         window: tokens in a window; capped at the model's context.
-        engine: for `model`: `auto`, `runtime` or `transformers`; or `llama.cpp` for a .gguf file and `onnxruntime` for the folder of an ONNX export, which then is scored on the
-            token ids of `against`, where that is given. The reference runs on transformers' code in fp32.
+        engine: for `model`: `auto`, `runtime` or `transformers`; or `llama.cpp` for a .gguf file, `onnxruntime` for the folder of an ONNX export and `tensorrt` for that of a
+            TensorRT export, which then is scored on the token ids of `against`, where that is given. The reference runs on transformers' code in fp32.
         activations: `fp`, `int16` or `int8`, of the runtime.
         device: `cpu`, `cuda` or `cuda:N`: where the runtime runs `model`.
         tensor_parallel: processes that share it there.

@@ -7,7 +7,7 @@ import click
 from qforge.cli import options
 from qforge.scheme import ACTIVATIONS
 
-ENGINES = ("auto", "runtime", "transformers", "llama.cpp", "onnxruntime")
+ENGINES = ("auto", "runtime", "transformers", "llama.cpp", "onnxruntime", "tensorrt")
 
 
 @click.command("eval", help="Perplexity of MODEL on a text and, with --against, its divergence from another model.")
@@ -20,7 +20,7 @@ ENGINES = ("auto", "runtime", "transformers", "llama.cpp", "onnxruntime")
     type=click.Choice(ENGINES),
     default="auto",
     show_default=True,
-    help="What computes MODEL's figures; llama.cpp takes a .gguf file, onnxruntime the folder of an ONNX export.",
+    help="What computes MODEL's figures; llama.cpp takes a .gguf file, onnxruntime the folder of an ONNX export, tensorrt that of a TensorRT export (on its GPU).",
 )
 @click.option("--activations", type=click.Choice(ACTIVATIONS), default="fp", show_default=True, help="fp is accurate; int16 and int8 round activations on the fly (faster).")
 @click.option("--json", "json_file", metavar="FILE", help="Write the evaluation as JSON; - for stdout.")

@@ -94,7 +94,7 @@ def _gpu(targets: Sequence[str]) -> str:
 
 
 def _built(trt: Any, path: Path, spec: ModelSpec, shapes: Sequence[Profile], targets: Sequence[str]) -> bytes:
-    log = _log(trt)
+    log = logger(trt)
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log)
@@ -120,7 +120,7 @@ def _built(trt: Any, path: Path, spec: ModelSpec, shapes: Sequence[Profile], tar
     return bytes(plan)
 
 
-def _log(trt: Any) -> Any:
+def logger(trt: Any) -> Any:
     """A logger that keeps what TensorRT says of errors, for the message."""
 
     class Log(trt.ILogger):  # type: ignore[misc]

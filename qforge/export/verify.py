@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qforge.engines.base import Scorer
+from qforge.engines.tensorrt_build import ENGINE
 from qforge.export import verify_checkpoint, verify_packed
 from qforge.export.imatrix import FILE as IMATRIX
 from qforge.export.verify_gguf import verify_gguf
@@ -34,11 +35,14 @@ def verify(format_name: str, paths: Sequence[Path], model: Model, scorer: Scorer
         from qforge.export.verify_openvino import verify_openvino
 
         return verify_openvino(next(p for p in paths if p.suffix == ".xml").parent, model, scorer, prompts)
-    if format_name in ("onnx", "tensorrt"):
+    if format_name == "onnx":
         from qforge.export.verify_onnx import verify_onnx
 
-        done, left_out = verify_onnx(next(p for p in paths if p.suffix == ".onnx").parent, model, scorer, prompts)
-        return done, [*left_out, *(["TensorRT built the engine from this ONNX file; the engine itself was not executed"] if format_name == "tensorrt" else [])]
+        return verify_onnx(next(p for p in paths if p.suffix == ".onnx").parent, model, scorer, prompts)
+    if format_name == "tensorrt":
+        from qforge.export.verify_tensorrt import verify_tensorrt
+
+        return verify_tensorrt(next(p for p in paths if p.name == ENGINE).parent, model, scorer, prompts)
     if format_name == "triton":
         from qforge.export.verify_triton import verify_triton
 

@@ -158,7 +158,7 @@ class EvaluateSection(Section):
     engine: Literal["auto", "runtime", "transformers"] = Field("auto", description="What computes the figures; auto takes our runtime where it lists the model's family.")
     exports: bool = Field(
         False,
-        description="Score every export, too, in the engine that runs it (gguf: llama.cpp, onnx: ONNX Runtime, checkpoints: transformers): one pass over the text each.",
+        description="Score every export, too, in the engine that runs it (gguf: llama.cpp, onnx: ONNX Runtime, tensorrt: TensorRT, checkpoints: transformers): one pass each.",
     )
     tasks: Annotated[tuple[Text, ...], Listed] = Field(
         (), description="Tasks to score besides the text, by lm-eval: its names, or builtin (needs no hub). They choose among given answers.", examples=[["builtin"]]

@@ -11,7 +11,10 @@ import torch
 
 from qforge.engines.base import Scorer
 from qforge.engines.llama_cpp import LlamaCppEngine
+from qforge.engines.onnx_runtime import MODEL as ONNX
 from qforge.engines.onnx_runtime import OnnxRuntimeEngine
+from qforge.engines.tensorrt_build import ENGINE as TENSORRT
+from qforge.engines.tensorrt_runtime import TensorrtEngine
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import MissingCapabilityError, UnsupportedError
 from qforge.evaluate.divergence import evaluate
@@ -24,7 +27,7 @@ from qforge.stages.reference import KeptReference
 from qforge.text.windows import EvaluationWindows
 from qforge.types import Evaluation, ExportFigures, ExportResult
 
-FOREIGN = ("llama.cpp", "onnxruntime")  # engines that run files which are not checkpoints
+FOREIGN = ("llama.cpp", "onnxruntime", "tensorrt")  # engines that run files which are not checkpoints
 
 
 def foreign(engine: str, path: Path) -> Scorer:
@@ -32,10 +35,10 @@ def foreign(engine: str, path: Path) -> Scorer:
 
     Args:
         engine: its name.
-        path: a GGUF file, the folder of an ONNX export, or a file in it.
+        path: a GGUF file, the folder of an ONNX or TensorRT export, or a file in it.
 
     Raises:
-        MissingCapabilityError: the engine is not installed.
+        MissingCapabilityError: the engine is not installed, or lacks its GPU.
         ModelError: it refuses the file.
         UnsupportedError: this is no file that the engine runs.
     """
@@ -44,9 +47,10 @@ def foreign(engine: str, path: Path) -> Scorer:
             raise UnsupportedError(f"engine llama.cpp: {path} is no .gguf file; give one")
         return LlamaCppEngine(path)
     folder = path if path.is_dir() else path.parent
-    if not (folder / "model.onnx").is_file():
-        raise UnsupportedError(f"engine onnxruntime: {path} holds no model.onnx; give the folder of an ONNX export")
-    return OnnxRuntimeEngine(folder)
+    file, kind = (TENSORRT, "a tensorrt") if engine == "tensorrt" else (ONNX, "an ONNX")
+    if not (folder / file).is_file():
+        raise UnsupportedError(f"engine {engine}: {path} holds no {file}; give the folder of {kind} export")
+    return TensorrtEngine(folder) if engine == "tensorrt" else OnnxRuntimeEngine(folder)
 
 
 def scored(exports: Sequence[ExportResult], merged: Model, windows: EvaluationWindows, out: Path, journal: Journal, progress: Progress) -> list[ExportResult]:
@@ -89,6 +93,8 @@ def _scorer(format_name: str, folder: Path) -> Scorer | None:
         return foreign("llama.cpp", next(p for p in sorted(folder.glob("*.gguf")) if p.name != IMATRIX))
     if format_name == "onnx":
         return foreign("onnxruntime", folder)
+    if format_name == "tensorrt":
+        return foreign("tensorrt", folder)
     return TransformersEngine(open_model(str(folder))) if format_name in CHECKPOINTS else None
 
 

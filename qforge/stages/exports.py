@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from qforge import __version__
-from qforge.engines import checkpoints, llama_cpp, onnx_runtime, openvino_runtime
+from qforge.engines import checkpoints, llama_cpp, onnx_runtime, openvino_runtime, tensorrt_runtime
 from qforge.errors import MissingCapabilityError, OutputError, UnsupportedError
 from qforge.export import exporter
 from qforge.export.agreement import seeded_prompts
@@ -144,6 +144,7 @@ def verify_all(
             done.append(result)
             continue
         missing = [llama_cpp.missing(), checkpoints.missing("gptq"), checkpoints.missing("mlx"), onnx_runtime.missing(), onnx_runtime.genai_missing(), openvino_runtime.missing()]
+        missing += [tensorrt_runtime.missing(out / result.path)] if result.format == "tensorrt" else []
         name = key("verify", form=2, artifact=artifact_sha256, export=result.sha256, format=result.format, prompts=prompts, engine=engine, missing=missing)
         found = journal.load(name)
         if found is None:

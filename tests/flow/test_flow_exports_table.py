@@ -1,4 +1,4 @@
-"""Rows of docs/exports.md measured anew on the demo model, a real one, by the engines that are installed: equal weights, and distributions within the bounds of `benchmarks/exports.py`."""
+"""Rows of docs/exports.md measured anew on the demo model, a real one: equal weights, and distributions within the bounds of `benchmarks/exports.py`."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gguf
 import pytest
 import torch
@@ -113,6 +115,15 @@ def test_unpack_inverts_pack(layout: Layout) -> None:
     inverted()
     assert supported
     assert [str(s) for s in supported if s not in held] == []
+
+
+@pytest.mark.parametrize("layout", [AutoGptq(1), AutoGptq(2)], ids=repr)
+@given(scheme=st.sampled_from([s for s in INTEGERS if AutoGptq(2).supports(s) is None and s.granularity.columns in (32, 64)]), groups=st.integers(2, 3), seed=st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_groups_in_activation_order_come_back(layout: Layout, scheme: Scheme, groups: int, seed: int) -> None:
+    q = linear(scheme, 32, groups, seed)
+    order = torch.randperm(q.in_features, generator=torch.Generator().manual_seed(seed))
+    returns(layout, replace(q, group_index=(order // scheme.granularity.columns).int()))
 
 
 def returns(layout: Layout, q: QuantizedLinear) -> None:

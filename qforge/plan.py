@@ -10,7 +10,7 @@ from qforge.engines import tasks
 from qforge.errors import RecipeError, UnsupportedError
 from qforge.layouts import checkpoint
 from qforge.layouts.compressed_tensors_config import experts_problem
-from qforge.methods import Options, Quantizer, Transform, find, find_transforms, refine, statistics_needed
+from qforge.methods import Options, Quantizer, Transform, coupled, find, find_transforms, refine, statistics_needed
 from qforge.methods.device import check_runs_there, device_of
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
@@ -96,6 +96,7 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
         notes.append(f"transformers 5.23 {unread}, so that it does not run this artifact as it is meant; qforge does, and other programs that follow its quantization_config")
     _check_transforms(transforms, schemes)
     _check_tuning(options, schemes, quantizer)
+    _check_weighing(options, schemes, quantizer)
     needed = frozenset() if quantizer is None else statistics_needed(quantizer, schemes, options).union(*(t.needs(options) for t in transforms))
     parameters = _parameters(merged)
     untied = untied_because(model, {p.name: p.scheme for p in layers if p.scheme is not None})
@@ -174,7 +175,13 @@ def _check_tuning(options: Options, schemes: Sequence[Scheme], quantizer: Quanti
         raise UnsupportedError(f"quantize.options.tune learns from calibration text, and method {quantizer.name} takes none; use method: gptq")
     rounded = next((s for s in schemes if s.activations is not None), None)
     if rounded is not None or not any(refine.applies(s) for s in schemes):
-        raise UnsupportedError(f"quantize.options.tune is for integers with one scale for each output channel or group and unrounded activations, not {rounded or schemes[0]}")
+        raise UnsupportedError(f"quantize.options.tune is for one scale for each output channel or group and unrounded activations, not {rounded or schemes[0]}")
+
+
+def _check_weighing(options: Options, schemes: Sequence[Scheme], quantizer: Quantizer | None) -> None:
+    """Refuse to weigh outputs where no scheme's codes are chosen by it."""
+    if quantizer is not None and "outputs" in quantizer.needs(options) and not any(coupled.applies(s) for s in schemes):
+        raise UnsupportedError(f"quantize.options.fisher is for integers with one scale for each output channel or group, not {schemes[0]}; use fisher: false")
 
 
 def _check_transforms(transforms: Sequence[Transform], schemes: Sequence[Scheme]) -> None:

@@ -16,11 +16,17 @@ import torch
 from qforge import numerics
 from qforge.errors import NumericalError
 from qforge.methods import native
+from qforge.methods import refine as single
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
 
 DAMPING = 0.3  # of the mean diagonal. KL divergence of stories15M with .01, .1, .3, 1: .0310, .0308, .0295, .0301; without outputs weighed: .0333
 COLUMNS = 128  # inputs whose effects on later ones are pushed on together
+
+
+def applies(scheme: Scheme) -> bool:
+    """Whether the loops here handle a scheme."""
+    return scheme.number.is_int and single.applies(scheme)
 
 
 def damped(outputs: torch.Tensor) -> torch.Tensor:
@@ -42,7 +48,7 @@ def refine(weight: torch.Tensor, q: QuantizedLinear, hessian: torch.Tensor, outp
 
     Args:
         weight: the target `[O, I]` fp32.
-        q: its codes and scales; groups contiguous, `refine.applies(q.scheme)`.
+        q: its codes and scales; groups contiguous, `applies(q.scheme)`.
         hessian: `[I, I]` fp32, symmetric, damped.
         outputs: `[O, O]` fp32, from `damped`.
         sweeps: over scales and codes.

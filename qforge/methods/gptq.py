@@ -92,7 +92,7 @@ class GPTQ:
 
 
 def _refined(target: torch.Tensor, q: QuantizedLinear, hessian: torch.Tensor, outputs: torch.Tensor | None, sweeps: int) -> QuantizedLinear:
-    if outputs is None:
+    if outputs is None or not coupled.applies(q.scheme):
         return refine.refine(target, q, hessian, sweeps)
     return coupled.refine(target, refine.refine(target, q, hessian, 1), hessian, coupled.damped(outputs), sweeps)
 

@@ -23,8 +23,8 @@ COLUMNS = 256  # whose effects on all others are pushed on together
 
 
 def applies(scheme: Scheme) -> bool:
-    """Whether a scheme's codes are steps of a scale that belongs to one output row."""
-    return scheme.number.is_int and scheme.symmetry is not Symmetry.OFFSET and scheme.granularity.per in (Per.CHANNEL, Per.GROUP) and scheme.scale.super_granularity is None
+    """Whether a scheme's codes are multiples of a scale that belongs to one output row."""
+    return scheme.symmetry is not Symmetry.OFFSET and scheme.granularity.per in (Per.CHANNEL, Per.GROUP) and scheme.scale.super_granularity is None
 
 
 def refine(weight: torch.Tensor, q: QuantizedLinear, hessian: torch.Tensor, sweeps: int) -> QuantizedLinear:
@@ -83,12 +83,17 @@ def _fit_scales(hessian: torch.Tensor, gradient: torch.Tensor, q: QuantizedLinea
 
 
 def _steps(q: QuantizedLinear, columns: slice) -> torch.Tensor:
-    """Codes less zero points `[O, n]` fp32."""
-    steps = q.codes[:, columns].float()
+    """What the scales of columns multiply, `[O, n]` fp32."""
+    steps = _steps_of(q.codes[:, columns], q.scheme)
     if q.zeros is not None:
         size = q.in_features // q.zeros.shape[1]
         steps -= q.zeros[:, columns.start // size : columns.stop // size].float().repeat_interleave(size, 1)
     return steps
+
+
+def _steps_of(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Codes as numbers; of integers with zero points those are still to be subtracted."""
+    return numerics.decode(codes, torch.ones(()), None, scheme)
 
 
 def _scale_change(steps: torch.Tensor, slopes: torch.Tensor, curvature: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torch.Tensor:
@@ -100,13 +105,19 @@ def _scale_change(steps: torch.Tensor, slopes: torch.Tensor, curvature: torch.Te
 
 
 def _sweep(hessian: torch.Tensor, gradient: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, group: torch.Tensor, scheme: Scheme) -> None:
-    """What `native.refine_codes` does, all rows at once, column by column."""
-    low, high = scheme.code_range
-    strengths, of_column = hessian.diagonal().tolist(), group.tolist()  # nothing in the loop waits for a card
-    for j in range(codes.shape[1]):
-        if strengths[j] <= 0:
-            continue
-        scale, old = scales[:, of_column[j]], codes[:, j].float()
-        new = torch.round((old + gradient[:, j] / (hessian[j, j] * scale)).clamp(low, high))
-        gradient.addr_((new - old) * scale, hessian[j], alpha=-1)
-        codes[:, j] = new.to(codes.dtype)
+    """What `native.refine_codes` does, all rows at once, column by column, for every scheme: the nearest code is the best one."""
+    strengths, of_column, one = hessian.diagonal().tolist(), group.tolist(), torch.ones(())  # nothing in the loop waits for a card
+    for start in range(0, codes.shape[1], COLUMNS):
+        here = slice(start, start + COLUMNS)
+        curvature, slopes = hessian[here, here], gradient[:, here].clone()
+        moved = torch.zeros_like(slopes)
+        for j in range(slopes.shape[1]):
+            column = start + j
+            if strengths[column] <= 0:
+                continue
+            scale, old = scales[:, of_column[column]], _steps_of(codes[:, column], scheme)
+            new = numerics.encode(old + slopes[:, j] / (strengths[column] * scale), one, None, scheme)
+            moved[:, j] = (_steps_of(new, scheme) - old) * scale
+            slopes.addr_(moved[:, j], curvature[j], alpha=-1)
+            codes[:, column] = new
+        gradient.addmm_(moved, hessian[here], alpha=-1)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from qforge import numerics
-from qforge.methods import refine
+from qforge.methods import coupled
 from qforge.methods.base import Options
 from qforge.methods.gptq import GPTQ
 from qforge.methods.tuning import Block
@@ -43,7 +43,7 @@ class SignRound(GPTQ):
 
     def supports(self, scheme: Scheme) -> str | None:
         """Integers on a grid."""
-        if not refine.applies(scheme):
+        if not coupled.applies(scheme):
             return "learned rounding is for integers with one scale for each output channel or group; use method: gptq"
         return super().supports(scheme)
 

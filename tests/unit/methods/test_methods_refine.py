@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
 
 SCHEMES = ["int2-g16-sym", "int3-g16-asym", "int4-g16-sym", "int4-g16-asym", "int4-channel-sym", "int8-g32-sym", "int4-g16-sym@f32"]
+FLOATS = ["fp8-e4m3-channel", "fp8-e5m2-g32", "nf4-g16", "fp4-e2m1-g16@e8m0"]
 
 
 def problem(seed: int, out_features: int = 24, in_features: int = 64, tokens: int = 200) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,7 +40,7 @@ def rounded(weight: torch.Tensor, text: str) -> QuantizedLinear:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.sampled_from(SCHEMES), st.integers(0, 2**31))
+@given(st.sampled_from(SCHEMES + FLOATS), st.integers(0, 2**31))
 def test_no_row_gets_worse_and_scales_stay_exact(text: str, seed: int) -> None:
     weight, hessian = problem(seed)
     q = rounded(weight, text)
@@ -46,9 +48,11 @@ def test_no_row_gets_worse_and_scales_stay_exact(text: str, seed: int) -> None:
     assert (error(weight, better, hessian) <= error(weight, q, hessian) * (1 + 1e-4)).all()
     assert error(weight, better, hessian).sum() < error(weight, q, hessian).sum()
     assert torch.equal(numerics.round_scale(better.scales, better.scheme.scale.type), better.scales)
-    low, high = better.scheme.code_range
-    assert better.codes.min() >= low
-    assert better.codes.max() <= high
+    if better.scheme.number.is_int:
+        low, high = better.scheme.code_range
+        assert better.codes.min() >= low
+        assert better.codes.max() <= high
+    assert numerics.dequantize(better).isfinite().all()
 
 
 @pytest.mark.parametrize("text", SCHEMES)
@@ -63,11 +67,12 @@ def test_native_equals_torch(text: str, monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(error(weight, fast, hessian).sum(), error(weight, plain, hessian).sum(), rtol=1e-3, atol=0)
 
 
-def test_every_code_is_the_best_one_given_the_others() -> None:
+@pytest.mark.parametrize(("text", "possible"), [("int4-g16-sym", range(-8, 8)), ("nf4-g16", range(16)), ("fp8-e4m3-channel", [*range(0x7F), *range(0x80, 0xFF)])])
+def test_every_code_is_the_best_one_given_the_others(text: str, possible: Sequence[int]) -> None:
     weight, hessian = problem(5, out_features=3, in_features=16)
-    q = refine.refine(weight, rounded(weight, "int4-g16-sym"), hessian, 50)
+    q = refine.refine(weight, rounded(weight, text), hessian, 50)
     least = error(weight, q, hessian)
-    for row, column, code in itertools.product(range(3), range(16), range(-8, 8)):
+    for row, column, code in itertools.product(range(3), range(16), possible):
         codes = q.codes.clone()
         codes[row, column] = code
         other = error(weight, QuantizedLinear(q.scheme, codes, q.scales), hessian)

@@ -28,9 +28,9 @@ def computing(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def within_memory(nbytes: int) -> Iterator[None]:
-    """MemoryError where this process asks for more address space than it has now and `nbytes` more, in any thread. Linux tells how much it has; elsewhere there is no limit."""
+    """MemoryError where this process asks for more address space than it has now and `nbytes` more. Holds in the main thread, on Linux, which tells how much there is."""
     told = Path("/proc/self/statm")
-    if not told.exists():
+    if threading.current_thread() is not threading.main_thread() or not told.exists():
         yield
         return
     before, most = resource.getrlimit(resource.RLIMIT_AS)

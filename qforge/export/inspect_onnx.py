@@ -38,7 +38,7 @@ def inspect_onnx(path: Path, *, check: bool = False) -> dict[str, Any]:
         raise MissingCapabilityError("the package onnx reads ONNX files and is not installed here: pip install 'qforge[onnx]'")
     from onnx import TensorProto
 
-    from qforge.export.inspect_genai import check_genai
+    from qforge.export.onnx_genai_soundness import check_genai
     from qforge.export.onnx_soundness import check_graph, stored_tensors
     from qforge.export.verify_onnx import Stored
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from qforge.engines import onnx_runtime
+from qforge.engines.opening import check_opens
 from qforge.errors import MissingCapabilityError, ModelError
 from qforge.export.finite import check_finite
 from qforge.export.ranges import check_apart
@@ -64,7 +65,7 @@ def inspect_onnx(path: Path, *, check: bool = False) -> dict[str, Any]:
             seen.add(key)
         if any((path.parent / name).exists() for name in VOCABULARIES):
             load_tokenizer(path.parent)
-        opened = _opened(path)
+        opened = _opened(path, path.stat().st_size + tensor_bytes)
     return {
         "path": str(path),
         "kind": "ONNX model",
@@ -85,12 +86,12 @@ def inspect_onnx(path: Path, *, check: bool = False) -> dict[str, Any]:
     }
 
 
-def _opened(path: Path) -> str:
+def _opened(path: Path, size: int) -> str:
     """Refuse what ONNX Runtime refuses, where it is installed; it knows every operator's types and shapes. Says so."""
     if onnx_runtime.missing() is not None:
         return ""
     try:
-        onnx_runtime.session(str(path), optimized=False)
+        check_opens(onnx_runtime.NAME, path, size)
     except ModelError as e:
         if "symbolic link" in str(e):  # as all files in the hub's cache are; it takes data of some graphs from files alone
             return ""

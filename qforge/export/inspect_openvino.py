@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from qforge.engines import openvino_runtime
+from qforge.engines.opening import check_opens
 from qforge.errors import ModelError
 from qforge.export.finite import check_finite
 from qforge.export.ranges import check_apart
@@ -82,7 +83,7 @@ def inspect_openvino(path: Path, *, check: bool = False) -> dict[str, Any]:
                 stored = torch.from_numpy(np.fromfile(data, np.uint8, c.nbytes, offset=c.offset)).view(_FLOATS[c.kind])
                 check_finite(stored.float().numpy(), f"{path}: the constant '{c.name}'")
         if openvino_runtime.missing() is None:
-            openvino_runtime.read(path.parent)  # knows every operator's types and shapes
+            check_opens(openvino_runtime.NAME, path, path.stat().st_size + size)
     config = path.with_name("config.json")
     layers = Counter(str(layer.get("type")) for layer in net.iter("layer"))
     return {

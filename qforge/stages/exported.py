@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from qforge.engines import onnx_runtime
 from qforge.engines.base import Scorer
 from qforge.engines.llama_cpp import LlamaCppEngine
 from qforge.engines.onnx_runtime import MODEL as ONNX
 from qforge.engines.onnx_runtime import OnnxRuntimeEngine
+from qforge.engines.opening import check_opens
 from qforge.engines.tensorrt_build import ENGINE as TENSORRT
 from qforge.engines.tensorrt_runtime import TensorrtEngine
 from qforge.engines.transformers_engine import TransformersEngine
@@ -20,6 +22,7 @@ from qforge.errors import MissingCapabilityError, UnsupportedError
 from qforge.evaluate.divergence import evaluate
 from qforge.export.imatrix import FILE as IMATRIX
 from qforge.export.verify_checkpoint import FORMATS as CHECKPOINTS
+from qforge.files import size_of
 from qforge.models.model import Model, open_model
 from qforge.progress import Progress
 from qforge.stages.journal import Journal, key
@@ -50,7 +53,11 @@ def foreign(engine: str, path: Path) -> Scorer:
     file, kind = (TENSORRT, "a tensorrt") if engine == "tensorrt" else (ONNX, "an ONNX")
     if not (folder / file).is_file():
         raise UnsupportedError(f"engine {engine}: {path} holds no {file}; give the folder of {kind} export")
-    return TensorrtEngine(folder) if engine == "tensorrt" else OnnxRuntimeEngine(folder)
+    if engine == "tensorrt":
+        return TensorrtEngine(folder)
+    if onnx_runtime.missing() is None:
+        check_opens(engine, folder / file, size_of(folder))
+    return OnnxRuntimeEngine(folder)
 
 
 def scored(exports: Sequence[ExportResult], merged: Model, windows: EvaluationWindows, out: Path, journal: Journal, progress: Progress) -> list[ExportResult]:

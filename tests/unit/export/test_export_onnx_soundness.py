@@ -94,6 +94,7 @@ def test_a_broken_graph_is_refused_by_name(tmp_path, case):
 REFUSED = {
     "an operator that ONNX Runtime lacks": node("FooBar", "x", "y", CONTRIB),
     "a type that there is not": node("Cast", "x", "y", to=999),
+    "an output beyond those that there are, at which ONNX Runtime 1.31 ends its process": node("Split", "x", "y z", axis=-1, num_outputs=1),
     "no permutation": node("Transpose", "x", "y", perm=[0, 0]),
     "integers where floats belong": node("MatMulNBits", "i w s", "y", CONTRIB, K=32, N=8, bits=4, block_size=16),
 }
@@ -103,7 +104,7 @@ REFUSED = {
 def test_a_graph_that_the_engine_refuses_is_not_called_sound(tmp_path, case):
     weights = [weight("w", 8, 2, 8, dtype=np.uint8), weight("s", 16), weight("i", 1, 32, dtype=np.int64)]
     (tmp_path / "model.onnx").write_bytes(model(graph([REFUSED[case]], weights=weights)).SerializeToString())
-    with pytest.raises(ModelError, match="onnxruntime refuses") as said:
+    with pytest.raises(ModelError, match=r"onnxruntime refuses|onnxruntime cannot open .*SIGABRT") as said:
         inspect(tmp_path / "model.onnx", check=True)
     assert "\n" not in str(said.value)
 

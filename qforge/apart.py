@@ -1,0 +1,58 @@
+"""Work on files of strangers in a process of its own: it may end, grow or run for ever without harm to this one."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+_PATIENCE = 15  # seconds on the clock for each of computing; a machine may be busy
+_ENDS = {signal.SIGXCPU: "it takes too long", signal.SIGKILL: "it takes too long"}
+
+
+def problem(function: str, arguments: Sequence[str], seconds: int, nbytes: int, told: bytes = b"") -> str | None:
+    """What a function finds wrong, in a line; None if nothing. That it takes too long, too much memory, or ends its process is found, too.
+
+    Args:
+        function: `module:name`; called with the arguments and what is told, it returns a problem or None, or raises.
+        arguments: texts.
+        seconds: of computing.
+        nbytes: of address space.
+        told: what is too long for an argument.
+    """
+    command = [sys.executable, "-P", "-c", "from qforge.apart import main; main()", function, str(seconds), str(nbytes), *arguments]
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    try:
+        done = subprocess.run(command, input=told, capture_output=True, timeout=_PATIENCE * (1 + seconds), env=environment, check=False)
+    except subprocess.TimeoutExpired:
+        return "it takes too long"
+    if done.returncode < 0:
+        number = signal.Signals(-done.returncode)
+        return _ENDS.get(number, f"it ends the process that runs it ({number.name})")
+    return done.stdout.decode(errors="replace").strip() or None
+
+
+def main() -> None:
+    """The work itself, as the process's only one: prints what is wrong, in a line."""
+    function, seconds, nbytes, *arguments = sys.argv[1:]
+    try:
+        _limit(int(seconds), int(nbytes))
+        module, _, name = function.partition(":")
+        called: Callable[..., str | None] = getattr(importlib.import_module(module), name)
+        found = called(*arguments, sys.stdin.buffer.read())
+    except MemoryError:
+        found = "it takes too much memory"
+    except BaseException as e:  # panics of Rust code among it
+        found = (str(e) or type(e).__name__).strip().splitlines()[0]
+    sys.stdout.buffer.write((found or "").encode(errors="replace"))
+
+
+def _limit(seconds: int, nbytes: int) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (nbytes if hard == resource.RLIM_INFINITY else min(nbytes, hard), hard))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

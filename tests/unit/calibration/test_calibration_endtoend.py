@@ -51,7 +51,7 @@ def divergence(folder: Path, linears: dict[str, QuantizedLinear], ids: torch.Ten
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
-@pytest.mark.parametrize("text", ["int4-g32-asym", "int3-channel-sym"])
+@pytest.mark.parametrize("text", ["int4-g32-asym", "int3-channel-sym", "fp8-e4m3-channel", "nf4-g32@f32"])
 def test_gradients_by_scales_equal_autograd_over_the_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, text: str) -> None:
     monkeypatch.setattr(native, "has_bf16_products", lambda: False)
     tiny.make(tmp_path, family)
@@ -69,7 +69,8 @@ def test_gradients_by_scales_equal_autograd_over_the_whole_model(tmp_path: Path,
             assert linear.module.weight.grad is not None
             assert (linear.module.weight.grad - expected).norm() < 1e-3 * expected.norm(), name
             q = linear.start
-            steps = q.codes.double() - (0 if q.zeros is None else numerics.expand(q.zeros, q.scheme, q.out_features, q.in_features).double())
+            numbers = q.codes.double() if q.scheme.number.is_int else numerics.decode(q.codes, torch.ones(()), None, q.scheme).double()
+            steps = numbers - (0 if q.zeros is None else numerics.expand(q.zeros, q.scheme, q.out_features, q.in_features).double())
             by_scale = (expected * steps).view(*q.scales.shape, -1).sum(-1) * q.scales.double()
             linear.move(1, 0.0)
             assert (linear.mean / (1 - endtoend.MOMENTS[0]) - by_scale).norm() < 1e-3 * by_scale.norm(), name
@@ -145,7 +146,7 @@ def test_a_run_tunes_scales_alone_and_takes_them_up_again(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("method", "scheme", "message"),
-    [("rtn", "int4-g32-sym", "method rtn takes none"), ("gptq", "w8a8-int8", "unrounded activations"), ("gptq", "nvfp4", "integers with one scale")],
+    [("rtn", "int4-g32-sym", "method rtn takes none"), ("gptq", "w8a8-int8", "unrounded activations"), ("gptq", "nvfp4", "is for one scale for each output channel or group")],
 )
 def test_what_cannot_be_tuned_is_refused(tmp_path: Path, method: str, scheme: str, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):

@@ -46,8 +46,6 @@ def test_a_plan_writes_nothing_and_predicts_the_size(tmp_path: Path) -> None:
     [
         ({"quantize": {"method": "signround", "scheme": "nf4"}}, UnsupportedError, "learned rounding is for integers"),
         ({"quantize": {"method": "gptq", "scheme": "fp8-e4m3-channel", "options": {"fisher": True}}}, UnsupportedError, "fisher is for integers.*use fisher: false"),
-        ({"quantize": {"method": "gptq", "scheme": "w8a8-int8", "options": {"tune": 3}}}, UnsupportedError, "tune is for .*unrounded activations"),
-        ({"quantize": {"method": "rtn", "scheme": "int4-g32-sym", "options": {"tune": 3}}}, UnsupportedError, "tune learns from calibration text"),
         ({"quantize": {"method": ["smoothquant", "gptq"], "scheme": "int4-g32-sym"}}, UnsupportedError, r"method smoothquant: int4-g32-sym: .*add.*\+int8-token"),
         ({"quantize": {**QUANTIZE, "scheme": "int4-g48-sym"}}, RecipeError, r"q_proj.*48 does not divide.*64.*32"),
         ({"quantize": {**QUANTIZE, "scheme": "int4-g32-sym@u8/tensor:f32"}}, UnsupportedError, "two-level"),

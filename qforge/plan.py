@@ -18,7 +18,7 @@ from qforge.models.tying import HEAD, shared_table, untied_because
 from qforge.recipe import Recipe
 from qforge.recipe.model import OptionsSection
 from qforge.runtime.decoder import supports
-from qforge.scheme import Per, Scheme
+from qforge.scheme import Per, ScaleType, Scheme
 
 ROUTER = "decides over experts: a choice that changes costs more than its few weights"
 
@@ -174,8 +174,8 @@ def _check_tuning(options: Options, schemes: Sequence[Scheme], quantizer: Quanti
     if not quantizer.needs(options):
         raise UnsupportedError(f"quantize.options.tune learns from calibration text, and method {quantizer.name} takes none; use method: gptq")
     rounded = next((s for s in schemes if s.activations is not None), None)
-    if rounded is not None or not any(refine.applies(s) for s in schemes):
-        raise UnsupportedError(f"quantize.options.tune is for one scale for each output channel or group and unrounded activations, not {rounded or schemes[0]}")
+    if rounded is not None or not any(refine.applies(s) and s.scale.type is not ScaleType.E8M0 for s in schemes):
+        raise UnsupportedError(f"quantize.options.tune is for one scale (no power of two) for each output channel or group and unrounded activations, not {rounded or schemes[0]}")
 
 
 def _check_weighing(options: Options, schemes: Sequence[Scheme], quantizer: Quantizer | None) -> None:

@@ -146,7 +146,12 @@ def test_a_run_tunes_scales_alone_and_takes_them_up_again(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("method", "scheme", "message"),
-    [("rtn", "int4-g32-sym", "method rtn takes none"), ("gptq", "w8a8-int8", "unrounded activations"), ("gptq", "nvfp4", "is for one scale for each output channel or group")],
+    [
+        ("rtn", "int4-g32-sym", "method rtn takes none"),
+        ("gptq", "w8a8-int8", "unrounded activations"),
+        ("gptq", "nvfp4", "is for one scale .* for each output channel or group"),
+        ("gptq", "mxfp4", "no power of two"),
+    ],
 )
 def test_what_cannot_be_tuned_is_refused(tmp_path: Path, method: str, scheme: str, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):

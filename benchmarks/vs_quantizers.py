@@ -5,7 +5,8 @@
 
 The model is merged with its adapter into OUT/merged (fp32, not quantized); every tool starts from there, gets the ids of OUT/ids.json, and leaves its dequantized weights in a
 folder of its own, which one fp32 engine judges on OUT/windows.json. Seconds: of the quantize call (ours: the stages `quantize` and `write`; opening the model and tokenizing
-are in neither), and of the whole process. Memory: resident before that call (peers: with the model loaded; ours: opened, with its weights in their file) and at its peak.
+are in neither), and of the whole process. Memory: what the tool's libraries take in a process that only imports them, resident before that call (peers: with the model loaded;
+ours: opened, with its weights in their file), and at its peak.
 The peers' results in OUT are used again when model, ids, bits and group are the same; `--reuse none` runs all, `--reuse all` takes ours too.
 A run of ours is `ours:METHOD[+METHOD][@SCHEME][/option=value]`, for example ours:awq+gptq@int4-g32-asym/damping=0.02.
 """
@@ -128,6 +129,7 @@ def row(job: Run, folder: Path, judge: Judge) -> dict[str, Any]:
         "top1": figures["top1_agreement"],
         "seconds": meter["wall_s"],
         "process_seconds": meter["process_s"],
+        "mb_libraries": meter["rss_libraries_mb"],
         "mb_before": meter["rss_before_mb"],
         "mb_peak": meter["rss_peak_mb"],
         "load": meter["load"],

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from peers.libraries import resident
 from peers.runs import Run
 from peers.texts import Tokens
 
@@ -68,5 +69,5 @@ def run(job: Run, model: Path, tokens: Tokens, folder: Path, tools: Tools) -> No
         raise RuntimeError(f"{job.name} ended with {code}; see {folder / 'log.txt'}")
     meter = json.loads((folder / "meter.json").read_text())
     versions = json.loads(subprocess.run([python, "-c", ASK_VERSIONS], capture_output=True, text=True, check=True).stdout)
-    meter |= {"process_s": round(seconds, 2), "bits_per_weight": job.stored_bits, "versions": versions}
+    meter |= {"process_s": round(seconds, 2), "bits_per_weight": job.stored_bits, "rss_libraries_mb": resident(python, job.tool), "versions": versions}
     (folder / "meter.json").write_text(json.dumps(meter, indent=1))

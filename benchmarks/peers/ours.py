@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from peers.libraries import resident
 from peers.runs import Run
 from peers.texts import Tokens
 from qforge.models.model import Model, open_model
@@ -77,6 +78,7 @@ def cost(job: Run, results: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": f"{job.name} {job.scheme}",
         "wall_s": round(sum(seconds[stage] for stage in measured), 2),
+        "rss_libraries_mb": resident(sys.executable, job.tool),
         "rss_before_mb": round(memory["before quantize"] / MIB),
         "rss_peak_mb": round(max(memory[f"peak during {stage}"] for stage in measured) / MIB),
         "rss_peak_process_mb": round(results["peak_rss_bytes"] / MIB),

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Row = dict[str, Any]
-HEAD = "| run | scheme | bits | KL | 95 % | KL p99 | perplexity | original | top-1 | seconds | process s | MB before > peak |"
-RATIOS = "| ours | beside the peers' | KL | perplexity above the original's | seconds | MB above the start |"
+HEAD = "| run | scheme | bits | KL | 95 % | KL p99 | perplexity | original | top-1 | seconds | process s | MB libraries > before > peak |"
+RATIOS = "| ours | beside the peers' | KL | perplexity above the original's | seconds | MB above the libraries |"
 RIVALS: dict[str, Callable[[Row], bool]] = {  # whom a method is measured against
     "gptq": lambda row: row["method"].startswith("gptq"),
     "awq": lambda row: row["method"] == "awq",
@@ -42,7 +42,7 @@ def _line(row: Row) -> str:
     interval = "-" if row["kl_ci95"] is None else f"{row['kl_ci95'][0]:.4f}-{row['kl_ci95'][1]:.4f}"
     return (
         f"| {row['name']} | {row['scheme']} | {row['bits']:.2f} | {row['kl']:.4f} | {interval} | {row['kl_p99']:.3f} | {row['perplexity']:.3f} | {row['original']:.3f} "
-        f"| {row['top1']:.3f} | {row['seconds']:.1f} | {row['process_seconds']:.0f} | {row['mb_before']} > {row['mb_peak']} |"
+        f"| {row['top1']:.3f} | {row['seconds']:.1f} | {row['process_seconds']:.0f} | {row['mb_libraries']} > {row['mb_before']} > {row['mb_peak']} |"
     )
 
 
@@ -65,4 +65,4 @@ def _seconds(row: Row) -> float:
 
 
 def _memory(row: Row) -> float:
-    return float(row["mb_peak"] - row["mb_before"])
+    return float(row["mb_peak"] - row["mb_libraries"])

@@ -1,8 +1,8 @@
-// Sampling (sampler.h). The distribution is taken from its most likely end, token by token, so that a vocabulary is seldom sorted.
+// Sampling (sampler.h). The distribution is taken from its most likely end, token by token, so that a vocabulary is seldom sorted, and seldom more of it than what is near that end.
 #include "qforge/sampler.h"
 
 #include <algorithm>
-#include <cmath>
+#include <bit>
 
 namespace qforge {
 namespace {
@@ -17,6 +17,107 @@ struct Word {
 Word multiply(uint64_t a, uint64_t b) {
     const auto product = static_cast<unsigned __int128>(a) * b;
     return {static_cast<uint64_t>(product >> 64), static_cast<uint64_t>(product)};
+}
+
+constexpr double kNear[] = {3, 8};  // tokens less likely than the first by e^3 are looked at where the others do not decide, those by e^8 where these do not, either
+constexpr double kLeast = -700;  // e to that is not denormal yet
+constexpr int64_t kTogether = 64;
+
+// e^x for x <= 0 (at least e^kLeast), 1 for 0, to about 1e-15 of it: 2^n times the Taylor series of what is left, whose argument is at most ln(2) / 2. No call, no branch: loops of it become vectors.
+inline double power(double x) {
+    constexpr double shift = 0x1.8p52, inverse = 0x1.71547652b82fep0, high = 0x1.62e42feep-1, low = 0x1.a39ef35793c76p-33;
+    x = x > kLeast ? x : kLeast;
+    const double rounded = x * inverse + shift, n = rounded - shift, r = (x - n * high) - n * low;
+    double p = 1.0 / 6227020800;
+    p = p * r + 1.0 / 479001600;
+    p = p * r + 1.0 / 39916800;
+    p = p * r + 1.0 / 3628800;
+    p = p * r + 1.0 / 362880;
+    p = p * r + 1.0 / 40320;
+    p = p * r + 1.0 / 5040;
+    p = p * r + 1.0 / 720;
+    p = p * r + 1.0 / 120;
+    p = p * r + 1.0 / 24;
+    p = p * r + 1.0 / 6;
+    p = p * r + 0.5;
+    p = p * r + 1.0;
+    p = p * r + 1.0;
+    return std::bit_cast<double>(std::bit_cast<uint64_t>(p) + (std::bit_cast<uint64_t>(rounded) << 52));
+}
+
+// Logits to weights, of which the largest is 1.
+struct Weighing {
+    double largest, inverse;  // of the temperature
+
+    double operator()(float logit) const { return power((static_cast<double>(logit) - largest) * inverse); }
+
+    double sum(const float *logits, int64_t n) const {
+        double weights[kTogether], total = 0;
+        for (int64_t start = 0; start < n; start += kTogether) {
+            const int64_t count = std::min(kTogether, n - start);
+            for (int64_t i = 0; i < count; ++i) weights[i] = (*this)(logits[start + i]);
+            double part[4] = {};
+            for (int64_t i = 0; i < count; ++i) part[i & 3] += weights[i];
+            total += (part[0] + part[1]) + (part[2] + part[3]);
+        }
+        return total;
+    }
+};
+
+void gather(const float *logits, int64_t vocabulary, float above, std::vector<Candidate> &room) {
+    room.clear();
+    for (int64_t start = 0; start < vocabulary; start += kTogether) {
+        const int64_t end = std::min(start + kTogether, vocabulary);
+        int count = 0;
+        for (int64_t i = start; i < end; ++i) count += logits[i] > above;
+        if (count == 0) continue;
+        for (int64_t i = start; i < end; ++i)
+            if (logits[i] > above) room.push_back({logits[i], static_cast<int32_t>(i)});
+    }
+}
+
+void gather_all(const float *logits, int64_t vocabulary, std::vector<Candidate> &room) {
+    room.resize(static_cast<size_t>(vocabulary));
+    for (int64_t i = 0; i < vocabulary; ++i) room[i] = {logits[i], static_cast<int32_t>(i)};
+}
+
+// One of some tokens, or -1 where these do not decide: there are others, all less likely. `total`: the weight of all tokens, those among them.
+int64_t draw_of(std::vector<Candidate> &room, bool complete, double total, const Weighing &weight, const Sampling &s) {
+    auto end = room.end();
+    if (s.top_k > 0 && s.top_k < static_cast<int64_t>(room.size())) {
+        end = room.begin() + s.top_k;
+        std::nth_element(room.begin(), end - 1, room.end(), [](const Candidate &a, const Candidate &b) { return after(b, a); });
+    }
+    if (s.top_k > 0) {
+        complete = complete || end - room.begin() == s.top_k;
+        total = 0;
+        for (auto c = room.begin(); c != end; ++c) total += weight(c->logit);
+        if (!complete) return -1;
+    }
+    // Sorted only as far as is needed: first to where the filters end, of which the sum is needed; then the draw falls on one of these.
+    std::make_heap(room.begin(), end, after);
+    const double number = uniform(s.seed, static_cast<uint64_t>(s.position));
+    const bool all = s.top_p >= 1 && s.min_p <= 0;
+    bool decided = complete;
+    double kept = 0;
+    auto rest = end;
+    while (rest != room.begin()) {
+        const double w = weight(room.front().logit);
+        if (kept > 0 && (kept >= s.top_p * total || w < s.min_p)) {
+            decided = true;
+            break;
+        }
+        if (all && kept + w > number * total) return room.front().token;
+        kept += w;
+        std::pop_heap(room.begin(), rest--, after);
+    }
+    if (!decided) return -1;
+    double passed = 0;
+    for (auto c = end; c != rest;) {  // the heap's tail holds them, the most likely one last
+        passed += weight((--c)->logit);
+        if (passed > number * kept) return c->token;
+    }
+    return rest->token;
 }
 
 }  // namespace
@@ -47,37 +148,17 @@ int64_t most_likely(const float *logits, int64_t vocabulary) {
 }
 
 int64_t draw(const float *logits, int64_t vocabulary, const Sampling &s, std::vector<Candidate> &room) {
-    if (s.temperature == 0) return most_likely(logits, vocabulary);
-    room.resize(static_cast<size_t>(vocabulary));
-    for (int64_t i = 0; i < vocabulary; ++i) room[i] = {logits[i], static_cast<int32_t>(i)};
-    auto end = room.end();
-    if (s.top_k > 0 && s.top_k < vocabulary) {
-        end = room.begin() + s.top_k;
-        std::nth_element(room.begin(), end - 1, room.end(), [](const Candidate &a, const Candidate &b) { return after(b, a); });
+    const int64_t first = most_likely(logits, vocabulary);
+    if (s.temperature == 0) return first;
+    const Weighing weight{logits[first], 1 / s.temperature};
+    const double total = s.top_k > 0 ? 0 : weight.sum(logits, vocabulary);
+    for (const double near : kNear) {
+        gather(logits, vocabulary, static_cast<float>(weight.largest - near * s.temperature), room);
+        const int64_t token = draw_of(room, static_cast<int64_t>(room.size()) == vocabulary, total, weight, s);
+        if (token >= 0) return token;
     }
-    const double largest = logits[most_likely(logits, vocabulary)];
-    const auto weight = [&](const Candidate &c) { return std::exp((static_cast<double>(c.logit) - largest) / s.temperature); };
-    double total = 0;
-    for (auto c = room.begin(); c != end; ++c) total += weight(*c);
-    // Sorted only as far as is needed: first to where the filters end, of which the sum is needed; then the draw falls on one of these.
-    std::make_heap(room.begin(), end, after);
-    const double number = uniform(s.seed, static_cast<uint64_t>(s.position));
-    const bool all = s.top_p >= 1 && s.min_p <= 0;
-    double kept = 0;
-    auto rest = end;
-    while (rest != room.begin()) {
-        const double w = weight(room.front());
-        if (kept > 0 && (kept >= s.top_p * total || w < s.min_p)) break;
-        if (all && kept + w > number * total) return room.front().token;
-        kept += w;
-        std::pop_heap(room.begin(), rest--, after);
-    }
-    double passed = 0;
-    for (auto c = end; c != rest;) {  // the heap's tail holds them, the most likely one last
-        passed += weight(*--c);
-        if (passed > number * kept) return c->token;
-    }
-    return rest->token;
+    gather_all(logits, vocabulary, room);
+    return draw_of(room, true, total, weight, s);
 }
 
 }  // namespace qforge

@@ -28,7 +28,7 @@ from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
 
 _T = TypeVar("_T")
-_CHECKED = 1 << 22  # values looked at together: looking at a whole embedding takes several times its memory
+_CHECKED = 1 << 18  # values looked at together: looking at a whole embedding takes several times its memory
 _ENVIRONMENT_KEYS = ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "_attn_implementation_autoset", "local_files_only", "tokenizer_file")
 
 

@@ -9,6 +9,7 @@ Letters: O output features, I input features, C groups, G inputs of a group.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,7 @@ from qforge.scheme import Scheme
 
 DAMPING = 0.3  # of the mean diagonal. KL divergence of stories15M with .01, .1, .3, 1: .0310, .0308, .0295, .0301; without outputs weighed: .0333
 COLUMNS = 128  # inputs whose effects on later ones are pushed on together
+ROWS = 128  # outputs, likewise: one after the other within a tile, by a matrix product beyond it
 
 
 def applies(scheme: Scheme) -> bool:
@@ -61,7 +63,7 @@ def refine(weight: torch.Tensor, q: QuantizedLinear, hessian: torch.Tensor, outp
         if new_error < error:  # rounding to the stored type may spoil it
             q, gradient = fitted, new_gradient
         _refine_codes(q, gradient, hessian, outputs)
-        error, gradient = _error(weight, q, hessian, outputs)
+        error = float((gradient * (weight - numerics.dequantize(q))).sum())
     return q
 
 
@@ -78,27 +80,42 @@ def _fitted_scales(q: QuantizedLinear, gradient: torch.Tensor, hessian: torch.Te
     scales_CO = q.scales.T.clone(memory_format=torch.contiguous_format)
     size = q.in_features // len(scales_CO)
     gradient = gradient.clone()
+    change = native.refine_group_scales if native.module() is not None else _refine_group_scales
     for c, scales in enumerate(scales_CO):
         here, later = slice(c * size, (c + 1) * size), slice((c + 1) * size, None)
-        before, mine = scales.clone(), steps[:, here].contiguous()
-        change = native.refine_group_scales if native.module() is not None else _refine_group_scales
-        change(outputs, hessian[here, here].contiguous(), mine, gradient[:, here].contiguous(), scales)
-        gradient[:, later] -= (outputs @ ((scales - before)[:, None] * mine)) @ hessian[here, later]
+        before, mine, slopes, curvature = scales.clone(), steps[:, here].contiguous(), gradient[:, here].contiguous(), hessian[here, here].contiguous()
+        weighed = torch.zeros_like(mine)  # G times what the group's weights have gained
+        for rows, below in _tiles(len(scales)):
+            change(outputs[rows, rows].contiguous(), curvature, mine[rows], slopes[rows], scales[rows])
+            gained = outputs[:, rows] @ ((scales - before)[rows, None] * mine[rows])
+            slopes[below] -= gained[below] @ curvature
+            weighed += gained
+        gradient[:, later] -= weighed @ hessian[here, later]
     return scales_CO.T.contiguous()
 
 
 def _refine_codes(q: QuantizedLinear, gradient: torch.Tensor, hessian: torch.Tensor, outputs: torch.Tensor) -> None:
-    """Every code in turn becomes the best one given all others, in place; `gradient` is used up."""
+    """Every code in turn becomes the best one given all others, in place, and the gradient what it then is."""
     by_group = q.scales.T.contiguous()
     group = (torch.arange(q.in_features) // (q.in_features // len(by_group))).int()
     change = native.refine_columns if native.runs(q.scheme) else _refine_columns
     for start in range(0, q.in_features, COLUMNS):
-        here, later = slice(start, start + COLUMNS), slice(start + COLUMNS, None)
-        codes_nO = q.codes[:, here].T.clone(memory_format=torch.contiguous_format)
-        change(outputs, hessian[here, here].contiguous(), gradient[:, here].T.contiguous(), codes_nO, by_group, group[here].contiguous(), q.scheme)
-        moved = (codes_nO.T.float() - q.codes[:, here].float()) * by_group[group[here].long()].T
-        q.codes[:, here] = codes_nO.T
-        gradient[:, later] -= (outputs @ moved) @ hessian[here, later]
+        here = slice(start, start + COLUMNS)
+        curvature, slopes_nO, scales_nO = hessian[here, here].contiguous(), gradient[:, here].T.contiguous(), by_group[group[here].long()]
+        moved_nO = torch.zeros_like(slopes_nO)
+        for rows, below in _tiles(q.out_features):
+            codes = q.codes[rows, here].T.clone(memory_format=torch.contiguous_format)
+            before = codes.float()
+            change(outputs[rows, rows].contiguous(), curvature, slopes_nO[:, rows].contiguous(), codes, by_group[:, rows].contiguous(), group[here].contiguous(), q.scheme)
+            moved_nO[:, rows] = (codes.float() - before) * scales_nO[:, rows]
+            q.codes[rows, here] = codes.T
+            slopes_nO[:, below] -= (curvature @ moved_nO[:, rows]) @ outputs[rows, below]
+        gradient -= (outputs @ moved_nO.T) @ hessian[here]
+
+
+def _tiles(count: int) -> Iterator[tuple[slice, slice]]:
+    """Some outputs, and those after them."""
+    return ((slice(start, start + ROWS), slice(start + ROWS, None)) for start in range(0, count, ROWS))
 
 
 def _refine_columns(outputs: torch.Tensor, hessian: torch.Tensor, gradient: torch.Tensor, codes: torch.Tensor, by_group: torch.Tensor, group: torch.Tensor, scheme: Scheme) -> None:

@@ -88,7 +88,7 @@ class BlockModel:
 
     def embed(self, batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Token ids `[B, T]` -> the hidden states `[B, T, D]` fp32 that the first block takes, batch by batch; remembers what the blocks of each shape are called with."""
-        with self._outer(self._module.base_model):
+        with self._outer(self._module.base_model, embeds=False), self._looked_up():
             for windows in batches:
                 yield self._embed(windows)
 
@@ -192,8 +192,31 @@ class BlockModel:
         return _here(stored).float()
 
     @contextlib.contextmanager
-    def _outer(self, part: nn.Module, replace: Callable[[str], torch.Tensor | None] = lambda name: None) -> Iterator[None]:
-        """Materialise what lies outside the blocks: of the base model, or of the whole one with its head (then without an untied embedding, which only feeds the first block)."""
+    def _looked_up(self) -> Iterator[None]:
+        """While open, the embedding has the rows that it is asked for: the whole of it stays as it is stored, in the processor's memory."""
+        with torch.device("cpu"):
+            stored = self._weights.read(self.embedding_name)
+        embedding = self._module.get_input_embeddings()
+        lookup, padding = embedding.forward, embedding.padding_idx
+
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            rows, places = ids.unique(return_inverse=True)
+            embedding.weight = nn.Parameter(_here(stored[rows.cpu()].float()), requires_grad=False)
+            found: torch.Tensor = lookup(places)
+            return found
+
+        embedding.forward, embedding.padding_idx = forward, None  # which is a place in the whole table, and only matters for its gradients
+        try:
+            yield
+        finally:
+            del embedding.forward
+            embedding.padding_idx = padding
+            embedding.weight = nn.Parameter(torch.empty(stored.shape, device="meta"), requires_grad=False)
+
+    @contextlib.contextmanager
+    def _outer(self, part: nn.Module, replace: Callable[[str], torch.Tensor | None] = lambda name: None, *, embeds: bool = True) -> Iterator[None]:
+        """Materialise what lies outside the blocks: of the base model (without its embedding, where that is not wanted), or of the whole one with its head (then without an untied
+        embedding, which only feeds the first block)."""
         head, embedding = self._module.get_output_embeddings(), self._module.get_input_embeddings()
         inside = {id(m) for b in self._blocks for m in b.modules()}
         available = set(self._weights.names())
@@ -202,7 +225,7 @@ class BlockModel:
         for prefix, module in self._module.named_modules():
             names = [n for n, p in module._parameters.items() if p is not None]
             wanted = id(module) not in inside and not (module is head and (tied or part is not self._module))
-            if not names or not wanted or (module is embedding and part is self._module and not tied):
+            if not names or not wanted or (module is embedding and not (embeds and (tied or part is not self._module))):
                 continue
             for name in names:
                 full = self._stored.get(f"{prefix}.{name}", f"{prefix}.{name}")

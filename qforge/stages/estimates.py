@@ -144,7 +144,7 @@ def _quantize_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, i
     if not tokens:
         return fixed | {"one decoder block in fp32, read and quantized": 4 * block.weights + block.weights}
     fixed[ACTIVATIONS] = min(tokens * _kept_bytes(block, hidden), BUDGET)
-    moments = [{"the embedding, as stored and in fp32": blocks.vocab_size * hidden * (4 + blocks.stored_dtype(blocks.embedding_name).itemsize)}]
+    moments = [{"the embedding, as stored": blocks.vocab_size * hidden * blocks.stored_dtype(blocks.embedding_name).itemsize}]
     widest = max(i for _, i, _ in block.shapes)
     batch = {"what the block's code holds for one batch": min(tokens, BATCH_TOKENS) * (3 * 4 * (hidden + widest) + 6 * widest)}
     moments.append({"one decoder block in fp32": 4 * block.weights} | batch)

@@ -42,6 +42,16 @@ def test_inputs_are_rounded_before_the_product_while_the_block_is_open(blocks: B
         assert torch.equal(blocks.run(0, module, hidden[0]), plain)
 
 
+def test_what_the_first_block_takes_are_rows_of_the_embedding_that_never_is_whole_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = open_model(str(tiny.make(tmp_path / "model", layers=1)))
+    model.config.pad_token_id = model.config.vocab_size - 1
+    blocks = BlockModel(model)
+    ids = torch.tensor([[5, 3, 3, 7], [1, 0, 9, 5]])
+    monkeypatch.setattr(blocks, "_read", lambda name: pytest.fail("read in fp32") if name == blocks.embedding_name else model.weights.read(name).float())
+    (hidden,) = blocks.embed([ids])
+    assert torch.equal(hidden, model.weights.read(blocks.embedding_name).float()[ids])
+
+
 def test_only_schemes_with_activations_round(blocks: BlockModel) -> None:
     assert numerics.input_rounding(None) is None
     assert numerics.input_rounding(parse("int8-channel-sym")) is None

@@ -53,7 +53,7 @@ def test_numbers_are_functions_of_seed_and_position() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    vocabulary=st.integers(1, 700), spread=st.floats(0, 8), ties=st.booleans(), seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**40),
+    vocabulary=st.integers(1, 4000), spread=st.floats(0, 8), ties=st.booleans(), seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**40),
     temperature=st.sampled_from([0.1, 0.7, 1.0, 3.0]), top_k=st.sampled_from([0, 1, 5, 50, 1000]),
     top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]), min_p=st.sampled_from([0.0, 0.1, 1.0]),
 )  # fmt: skip

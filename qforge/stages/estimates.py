@@ -19,7 +19,7 @@ from qforge.plan import Plan
 
 PROCESS = 400 << 20  # Python, torch, transformers, tokenizer and headers, buffers of the matrix products: what is resident beside tensors while blocks are quantized
 RUNTIME = 70 << 20  # what evaluating adds to that
-BATCH_TOKENS = 1024  # of calibration.sequential
+BATCH_TOKENS = 1024  # of calibration.streams
 CHUNK = 128  # positions whose logits exist at once
 ACTIVATIONS = "activations of the calibration text, up to their budget"
 FACTOR_BYTES = 8  # of an element of the factor while it is made: in fp32, and turned

@@ -71,6 +71,7 @@ class Part:
     def begin(self, index: int, names: Sequence[str], folds: Folds) -> tuple[str, bool] | None:
         """Go into a block; the linear among `names` that is reached, and whether its inputs are those of the one before."""
         module, linears = self._opened(index), self._blocks.linears(index)
+        self._open.enter_context(fast_products(module))
         self._arrivals = self._streams.through(index, module, {n: linears[n] for n in names}, folds)
         return self._next()
 
@@ -104,7 +105,6 @@ class Part:
     def _opened(self, index: int) -> nn.Module:
         if self._module is None:
             self._module = self._open.enter_context(self._blocks.block(index))
-            self._open.enter_context(fast_products(self._module))
         return self._module
 
     def _next(self) -> tuple[str, bool] | None:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from qforge.stages.opening import open_models
 from qforge.text.calibration import CalibrationSet
 
 READY_S = 600  # until all workers have opened the model
+LONGEST = 24  # of the path for temporary files: Ray's sockets lie 80 characters below it, and a socket's path has at most 107
 
 
 def check(plan: Plan, calibration: CalibrationSet | None) -> None:
@@ -131,21 +133,30 @@ def _cluster(count: int) -> Iterator[str]:
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     terminated = signal.getsignal(signal.SIGTERM)
-    with tempfile.TemporaryDirectory(prefix="qforge-", ignore_cleanup_errors=True) as folder:
+    near = "/tmp" if len(tempfile.gettempdir()) > LONGEST else None
+    with tempfile.TemporaryDirectory(prefix="qforge-", dir=near, ignore_cleanup_errors=True) as folder:
         try:
             if address:
+                _check_answers(address)
                 ray.init(address, **quiet)
             else:
                 ray.init("local", num_cpus=max(count, torch.get_num_threads()), include_dashboard=False, _temp_dir=folder, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as e:
-            said = " ".join(str(e).split())[:300]
-            raise MissingCapabilityError(f"run.workers: Ray does not start here, or does not answer at RAY_ADDRESS={address or ''} ({said}); use workers: 1") from e
+        except (OSError, RuntimeError, ValueError) as e:
+            tried = f"no Ray cluster answers at RAY_ADDRESS={address}" if address else "Ray does not start here"
+            raise MissingCapabilityError(f"run.workers: {tried} ({' '.join(str(e).split())[:300]}); use workers: 1") from e
         try:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, terminated)  # Ray has put its own in its place
             yield ray.get_runtime_context().get_node_id()
         finally:
             ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself waits for minutes where nobody listens."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def _threads(count: int) -> int:

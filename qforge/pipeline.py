@@ -15,19 +15,18 @@ from qforge.errors import OutputError, RecipeError
 from qforge.evaluate import power
 from qforge.files import LOCK, lock, readable_errors, write_text
 from qforge.models.blocks import BlockModel
-from qforge.models.lora import with_adapters
 from qforge.models.model import Model, open_model
-from qforge.models.rotation import rotated
 from qforge.plan import Plan, make_plan
 from qforge.progress import SILENT, Progress
 from qforge.recipe import Recipe, load_recipe
 from qforge.stages import artifact as artifacts
-from qforge.stages import auto, evidence, exported, exports, importance, outcome, tasks
+from qforge.stages import auto, evidence, exported, exports, importance, outcome, tasks, workers
 from qforge.stages.auto import Choice
 from qforge.stages.candidates import DEFAULT, Candidates, candidates
 from qforge.stages.estimates import Estimate, activation_budget, estimate
 from qforge.stages.journal import Journal
 from qforge.stages.meter import Meter, return_freed_memory
+from qforge.stages.opening import open_models
 from qforge.stages.texts import Texts, gather_texts
 from qforge.text.documents import documents
 from qforge.text.windows import EvaluationWindows, evaluation_windows
@@ -50,12 +49,13 @@ def plan(recipe: Recipe | str | Path, *, out: str | Path | None = None, override
     """
     recipe = _loaded(recipe, overrides)
     torch.set_num_threads(recipe.run.threads or len(os.sched_getaffinity(0)))
-    _, merged, model = _open(recipe)
+    _, merged, model = open_models(recipe)
     blocks = BlockModel(model)
     choices = candidates(recipe, model, blocks)
     planned = _planned(recipe, merged, model, blocks, choices)
     exports.check(recipe, replace(model, schemes=planned.schemes))
     texts = gather_texts(recipe, model, planned, None)
+    workers.check(planned, texts.calibration)
     planned = replace(planned, notes=(*planned.notes, *_promised(texts.evaluation)))
     _budget(recipe, planned, blocks, texts)
     if choices is not None:
@@ -91,12 +91,14 @@ def quantize(
     out = _out(recipe, out)
     torch.set_num_threads(recipe.run.threads or len(os.sched_getaffinity(0)))
     with meter.stage("open"):
-        base, merged, model = _open(recipe)
+        base, merged, model = open_models(recipe)
         blocks = BlockModel(model)
         choices = candidates(recipe, model, blocks)
         planned = _planned(recipe, merged, model, blocks, choices)
         skipped = exports.check(recipe, replace(model, schemes=planned.schemes))
-        budget = _budget(recipe, planned, blocks, gather_texts(recipe, model, planned, None))
+        texts = gather_texts(recipe, model, planned, None)
+        workers.check(planned, texts.calibration)
+        budget = _budget(recipe, planned, blocks, texts)
         model_sha256 = model.fingerprint()
         _refuse_foreign(out, recipe)
     with lock(out):
@@ -104,6 +106,7 @@ def quantize(
         journal = Journal(shared or out / "work")
         with meter.stage("texts"):
             texts = gather_texts(recipe, model, planned, journal)
+            workers.check(planned, texts.calibration)
         for note in (*planned.notes, *texts.notes, *_promised(texts.evaluation)):
             progress.note(note)
         chooser = choice = None
@@ -242,14 +245,6 @@ def _loaded(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
     if recipe.sweep is not None:
         raise RecipeError("this recipe has a sweep, which is several runs: qforge.sweep(recipe) makes them all; --set sweep=null makes the recipe itself one run")
     return recipe
-
-
-def _open(recipe: Recipe) -> tuple[Model, Model, Model]:
-    """The base model, the same with its adapters merged, and the form of that which is quantized: rotated, if the recipe says so."""
-    section = recipe.model
-    base = open_model(section.source, folder=recipe.folder, revision=section.revision, dtype=section.dtype, trust_remote_code=section.trust_remote_code)
-    merged = with_adapters(base, [(a.source, a.weight) for a in recipe.adapters], folder=recipe.folder)
-    return base, merged, rotated(merged) if "rotate" in recipe.quantize.method else merged
 
 
 def _refuse_foreign(out: Path, recipe: Recipe) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 
 from qforge.engines import tasks
-from qforge.errors import RecipeError, UnsupportedError
+from qforge.errors import MissingCapabilityError, RecipeError, UnsupportedError
 from qforge.layouts import checkpoint
 from qforge.layouts.compressed_tensors_config import experts_problem
-from qforge.methods import Options, Quantizer, Transform, coupled, find, find_transforms, refine, statistics_needed
+from qforge.methods import Options, Quantizer, Transform, coupled, find, find_transforms, find_tuner, refine, statistics_needed
 from qforge.methods.device import check_runs_there, device_of
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
@@ -44,6 +45,7 @@ class Plan:
         transforms: what is folded into the weights before.
         options: of the method.
         needs: statistics that calibration gathers; empty where it is not needed.
+        workers: processes that share the calibration text.
         parameters: of the merged model, tied tensors counted once.
         size_bytes: of the artifact's tensors.
         bits_per_weight: stored bits (scales and zero points included) per weight of the quantized linears.
@@ -57,6 +59,7 @@ class Plan:
     transforms: tuple[Transform, ...]
     options: Options
     needs: frozenset[str]
+    workers: int
     parameters: int
     size_bytes: int
     bits_per_weight: float
@@ -107,6 +110,7 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
     if more:
         notes.append(f"rotate unties embedding and output head, since only the head takes the last norm's weight: {more / 1e6:,.1f} MB more, unless the head is quantized, too")
     stored, weights, total = _sizes(model, layers)
+    workers = _workers(recipe, needed, options, notes)
     bits_per_weight = stored / weights if weights else 8.0 * model.dtype.itemsize
     tokens = recipe.calibration.tokens if needed else 0
     widest = max((p.in_features for p in layers if p.scheme is not None), default=0)
@@ -114,14 +118,12 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
     # a tuned block's inputs are kept once more (4 D)
     spilled = tokens * ((38 if "targets" in needed else 34) * blocks.hidden_size + 10 * widest)
     disk = total + sum(export_bytes(e.type, parameters, total) for e in recipe.export) + 2 * weights + spilled
-    return Plan(layers, quantizer, transforms, options, needed, parameters, total, bits_per_weight, total / (2 * parameters), disk, tuple(notes))
+    return Plan(layers, quantizer, transforms, options, needed, workers, parameters, total, bits_per_weight, total / (2 * parameters), disk, tuple(notes))
 
 
 def _refuse_unavailable(recipe: Recipe, model: Model) -> None:
     run = recipe.run
     device_of(run.device)
-    if run.workers != 1:
-        raise UnsupportedError(f"run.workers: {run.workers} is not available yet; use workers: 1")
     unrun = "evaluate.engine is transformers" if recipe.evaluate is not None and recipe.evaluate.engine == "transformers" else supports(model.spec)
     if run.activations != "fp" and unrun is not None:
         raise UnsupportedError(f"run.activations: {run.activations} is for the built-in runtime, but {unrun}; use activations: fp")
@@ -190,6 +192,25 @@ def _check_transforms(transforms: Sequence[Transform], schemes: Sequence[Scheme]
         problems = [transform.supports(scheme) for scheme in schemes]
         if all(p is not None for p in problems):
             raise UnsupportedError(f"method {transform.name}: {schemes[0]}: {problems[0]}")
+
+
+def _workers(recipe: Recipe, needed: frozenset[str], options: Options, notes: list[str]) -> int:
+    """How many processes share the calibration text; refuses what they cannot do."""
+    asked, tuner = recipe.run.workers, find_tuner(recipe.quantize.method)
+    if asked == 1 or not needed:
+        if asked > 1:
+            notes.append(f"run.workers: {asked} would share the calibration text, and this recipe needs none: one process does the work")
+        return 1
+    if recipe.run.device.startswith("cuda"):
+        raise UnsupportedError(f"run.workers: {asked} share the cores of processors, not cards; use run.device: cpu, or workers: 1")
+    if tuner is not None:
+        raise UnsupportedError(f"run.workers: {asked} share sums over the calibration text, but method {tuner.name} takes gradients step by step; use method: gptq, or workers: 1")
+    if importlib.util.find_spec("ray") is None:
+        raise MissingCapabilityError(f"run.workers: {asked} needs Ray, which is not installed here: pip install 'qforge[ray]', or use workers: 1")
+    undivided = [what for what, used in (("method auto's choice", "auto" in recipe.quantize.method), ("fisher", "outputs" in needed), ("tune", bool(options.tune))) if used]
+    if undivided:
+        notes.append(f"run.workers: {asked} share the way through the blocks; for {' and '.join(undivided)} one process works alone")
+    return asked
 
 
 def linear_shapes(model: Model, blocks: BlockModel) -> dict[str, tuple[int, int]]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from qforge.calibration.precision import fast_products
 from qforge.calibration.room import Room
-from qforge.calibration.sequential import BATCH_TOKENS
+from qforge.calibration.streams import BATCH_TOKENS
 from qforge.errors import NumericalError
 from qforge.models.blocks import BlockModel
 from qforge.progress import Progress

@@ -23,8 +23,8 @@ from qforge.calibration.gradients import backwards, forwards
 from qforge.calibration.lockstep import lockstep
 from qforge.calibration.precision import fast_products
 from qforge.calibration.room import Kept, Room
-from qforge.calibration.sequential import BATCH_TOKENS
 from qforge.calibration.statistics import Sums
+from qforge.calibration.streams import BATCH_TOKENS
 from qforge.errors import NumericalError
 from qforge.methods import Options, Quantizer, Stats
 from qforge.models.blocks import BlockModel

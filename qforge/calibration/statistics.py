@@ -22,10 +22,11 @@ class Sums:
     Args:
         needs: what a method reads: `hessian`, `cross`, `absmax`, `sample`.
         in_features: I.
+        first: rows before these, which other `Sums` are of.
     """
 
-    def __init__(self, needs: frozenset[str], in_features: int) -> None:
-        self._tokens, self._in_features = 0, in_features
+    def __init__(self, needs: frozenset[str], in_features: int, first: int = 0) -> None:
+        self._first, self._tokens, self._in_features = first, 0, in_features
         self._largest = self._energy = 0.0
         self._hessian = torch.zeros(in_features, in_features) if "hessian" in needs else None
         self._cross = torch.zeros(in_features, in_features) if "cross" in needs else None
@@ -49,16 +50,39 @@ class Sums:
         if self._absmax is not None:
             self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
         if self._sample is not None:
-            self._add_to_sample(x, torch.arange(first, self._tokens) * SPREAD % (1 << 32))
+            self._add_to_sample(x, (self._first + torch.arange(first, self._tokens)) * SPREAD % (1 << 32))
 
     def _add_to_sample(self, x: torch.Tensor, places: torch.Tensor) -> None:
         assert self._sample is not None
         self._sample.append(x[places < self._below])
         self._kept.append(places[places < self._below])
-        while sum(map(len, self._sample)) > SAMPLE:
+        self._thin_sample()
+
+    def merge(self, other: Sums) -> None:
+        """Add the sums over other rows of the same linear's inputs."""
+        self._tokens += other._tokens
+        self._largest, self._energy = max(self._largest, other._largest), self._energy + other._energy
+        for own, others in ((self._hessian, other._hessian), (self._cross, other._cross)):
+            if own is not None and others is not None:
+                own += others
+        if self._absmax is not None and other._absmax is not None:
+            self._absmax = torch.maximum(self._absmax, other._absmax)
+        if self._sample is not None and other._sample is not None:
+            self._sample += other._sample
+            self._kept += other._kept
+            self._below = min(self._below, other._below)
+            self._drop_from_sample()
+            self._thin_sample()
+
+    def _thin_sample(self) -> None:
+        while sum(map(len, self._sample or [])) > SAMPLE:
             self._below //= 2
-            self._sample = [rows[kept < self._below] for rows, kept in zip(self._sample, self._kept, strict=True)]
-            self._kept = [kept[kept < self._below] for kept in self._kept]
+            self._drop_from_sample()
+
+    def _drop_from_sample(self) -> None:
+        assert self._sample is not None
+        self._sample = [rows[kept < self._below] for rows, kept in zip(self._sample, self._kept, strict=True)]
+        self._kept = [kept[kept < self._below] for kept in self._kept]
 
     def stats(self) -> Stats:
         """The sums; nothing may be added afterwards."""

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 from qforge import numerics
-from qforge.calibration.precision import fast_products
-from qforge.calibration.room import Kept
 from qforge.calibration.statistics import Sums
 from qforge.errors import NumericalError
 from qforge.methods import Options, Stats, Transform
@@ -57,19 +55,19 @@ def choose_folds(
     blocks: BlockModel,
     index: int,
     module: nn.Module,
-    batches: Sequence[Kept],
+    gather: Callable[[Sequence[Link], frozenset[str]], Sequence[Sums]],
     probe: torch.Tensor,
     transforms: Sequence[Transform],
     schemes: Mapping[str, Scheme],
     options: Options,
 ) -> Folds:
-    """Find links and choose their factors; neither the block nor the batches change.
+    """Find links and choose their factors; the block does not change.
 
     Args:
         blocks: the model.
         index: of the block.
         module: the block, materialised.
-        batches: its inputs `[B, T, D]` in the quantized stream.
+        gather: sums over what each link's readers are fed in the quantized stream.
         probe: some hidden states of `PROBE` tokens, `[1, T, D]`.
         transforms: in the order in which they are applied.
         schemes: target scheme by module name; a link with an unquantized linear in it is left alone, since what is folded there would be rounded.
@@ -84,7 +82,7 @@ def choose_folds(
 
     links = [link for link in find_links(module, lambda x: blocks.run(index, module, x), probe) if _quantized(link, module, full, schemes)]
     needs = frozenset[str]().union(*(t.needs(options) for t in transforms))
-    stats = _gather(blocks, index, module, batches, links, needs)
+    stats = {link.source: sums.stats() for link, sums in zip(links, gather(links, needs), strict=True)}
     folds = []
     for link in links:
         readers = {n: schemes[full(n)] for n in link.readers}
@@ -115,23 +113,6 @@ def _to_blame(module: nn.Module, readers: Mapping[str, Scheme]) -> str:
         except NumericalError:
             return name
     return next(iter(readers))
-
-
-def _gather(blocks: BlockModel, index: int, module: nn.Module, batches: Sequence[Kept], links: Sequence[Link], needs: frozenset[str]) -> dict[str, Stats]:
-    """Statistics of what each link's readers are fed, by its source."""
-    sums = {link.source: Sums(needs, len(link.columns)) for link in links}
-    handles = []
-    for link in links:
-        first = module.get_submodule(link.readers[0])
-        handles.append(first.register_forward_pre_hook(lambda _, args, s=sums[link.source]: s.add(args[0])))
-    try:
-        with fast_products(module):
-            for batch in batches:
-                blocks.run(index, module, batch.load())
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {name: s.stats() for name, s in sums.items()}
 
 
 def _factors(link: Link, module: nn.Module, stats: Stats, transforms: Sequence[Transform], schemes: Mapping[str, Scheme], options: Options) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,7 @@ from qforge.models.model import Model
 from qforge.plan import Plan
 from qforge.progress import Progress
 from qforge.recipe import Recipe
+from qforge.stages import workers
 from qforge.stages.journal import Journal, key
 from qforge.stages.pieces import BlockPieces
 from qforge.stages.texts import Texts
@@ -39,6 +41,7 @@ def root_key(recipe: Recipe, model_sha256: str, plan: Plan, texts: Texts) -> str
         options=recipe.quantize.options.model_dump(),
         schemes={name: str(scheme) for name, scheme in plan.schemes.items()},
         calibration=texts.calibration.sha256 if texts.calibration is not None else None,
+        **({} if plan.workers == 1 else {"workers": plan.workers}),
         **({} if (card := name_of(device_of(recipe.run.device))) is None else {"card": card}),
     )
 
@@ -63,7 +66,8 @@ def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, 
             wanted = [*plan.schemes, *(blocks.block_names if tuner is not None else ())]
             with clock.part("gradients"):
                 fisher.gather(blocks, wanted, calibration.ids, room, pieces.save_outputs, progress)
-        job = Job(blocks, plan.quantizer, plan.schemes, plan.options, room, plan.transforms, tuner, pieces.outputs)
+        sharing = None if plan.workers == 1 else functools.partial(workers.hired, recipe, plan.workers, budget, journal, root)
+        job = Job(blocks, plan.quantizer, plan.schemes, plan.options, room, plan.transforms, tuner, pieces.outputs, sharing)
         with computing_on(device_of(recipe.run.device)):
             quantize_blocks(job, None if calibration is None else calibration.ids, pieces.store(), progress)
         if plan.options.tune and calibration is not None:

@@ -18,8 +18,10 @@ from qforge.models.blocks import BlockModel
 from qforge.plan import Plan
 
 PROCESS = 400 << 20  # Python, torch, transformers, tokenizer and headers, buffers of the matrix products: what is resident beside tensors while blocks are quantized
+RAY = 600 << 20  # its own processes
+RAY_S = 12.0  # seconds until it and the workers are ready
 RUNTIME = 70 << 20  # what evaluating adds to that
-BATCH_TOKENS = 1024  # of calibration.sequential
+BATCH_TOKENS = 1024  # of calibration.streams
 CHUNK = 128  # positions whose logits exist at once
 ACTIVATIONS = "activations of the calibration text, up to their budget"
 FACTOR_BYTES = 8  # of an element of the factor while it is made: in fp32, and turned
@@ -148,6 +150,10 @@ def _quantize_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, i
     widest = max(i for _, i, _ in block.shapes)
     batch = {"what the block's code holds for one batch": min(tokens, BATCH_TOKENS) * (3 * 4 * (hidden + widest) + 6 * widest)}
     moments.append({"one decoder block in fp32": 4 * block.weights} | batch)
+    if plan.workers > 1:
+        held = 4 * block.weights + sum(batch.values()) + 2 * widest**2 * 4 * block.streams
+        fixed |= {"Ray": RAY, f"{plan.workers} workers: Python, torch, transformers": plan.workers * PROCESS}
+        fixed[f"{plan.workers} workers: one decoder block in fp32, one batch, one linear's statistics, twice on their way"] = plan.workers * held
     finished = 0
     for out, width, _ in block.shapes:
         rest = {"weights of the block that are still wanted, and codes": 4 * (block.weights - finished) + finished}
@@ -232,12 +238,12 @@ def _seconds(plan: Plan, blocks: BlockModel, calibration: int, evaluation: int, 
     if calibration:
         passes_over = block.streams + bool(plan.transforms)  # transforms see every block once more
         products = FORWARD * passes_over * block.work + STATISTICS * (block.streams - 0.5) * sum(i * i * share for i, share in block.inputs)  # half of the Hessian is computed
-        seconds += calibration * products / rate + 2 * calibration * _kept_bytes(block, blocks.hidden_size) / SPILL_RATE
+        seconds += calibration * products / gemm_rate(plan.workers) + 2 * calibration * _kept_bytes(block, blocks.hidden_size) / SPILL_RATE
     if calibration and block.solves:
         units = SOLVE + CORRECT * (block.streams - 1) + (REFINE + SWEEP * plan.options.refine if plan.options.refine else 0)
         seconds += (units * sum(o * i * i for o, i, _ in block.shapes) + sum(i**3 for i, _ in block.inputs)) / rate
     seconds += block.steps * min(calibration, STEP_TOKENS) * TUNE * block.work / rate
-    seconds *= blocks.num_blocks
+    seconds = seconds * blocks.num_blocks + (RAY_S if plan.workers > 1 else 0)
     if calibration and "outputs" in plan.needs:
         sums = sum(o * o * share for o, _, share in block.shapes)
         coupled = plan.options.refine * sum(3 * o * o * i + 2 * o * i * i for o, i, _ in block.shapes)
@@ -257,17 +263,22 @@ def _choose_seconds(plan: Plan, blocks: BlockModel, tokens: int, candidates: int
     return (blocks.num_blocks * (forward + tries + gradients) + min(tokens, BATCH_TOKENS) * 2 * head) / gemm_rate()
 
 
-def gemm_rate() -> float:
-    """Multiply-adds a second of this machine's fp32 matrix product at sizes like a model's, best of three; measured once a process for each number of threads."""
-    return _gemm_rate(torch.get_num_threads())
+def gemm_rate(workers: int = 1) -> float:
+    """Multiply-adds a second of this machine's fp32 matrix product at sizes like a model's, in so many processes that share its threads.
+
+    Best of three; measured once a process for each number of threads. Machines of a cluster add what they have.
+    """
+    return workers * _gemm_rate(max(1, torch.get_num_threads() // workers))
 
 
 @functools.cache
 def _gemm_rate(threads: int) -> float:
     a, b = torch.ones(1024, 1024), torch.ones(1024, 1024)
-    best = float("inf")
+    best, before = float("inf"), torch.get_num_threads()
+    torch.set_num_threads(threads)
     for _ in range(3):
         start = time.perf_counter()
         torch.mm(a, b)
         best = min(best, time.perf_counter() - start)
+    torch.set_num_threads(before)
     return a.shape[0] * b.numel() / best

@@ -27,10 +27,13 @@ _DAMAGED = (SafetensorError, KeyError, ValueError, OSError)
 
 def key(stage: str, **parts: Any) -> str:
     """The name of a piece: the stage and a hash over everything that decides its content, our version, torch's, threads and instruction set."""
-    isa = [torch.backends.cpu.get_cpu_capability(), native.has_bf16_products()]
-    machine = {"qforge": __version__, "torch": torch.__version__, "threads": torch.get_num_threads(), "isa": isa}
-    text = json.dumps({"stage": stage, "parts": parts, "machine": machine}, sort_keys=True, default=str)
+    text = json.dumps({"stage": stage, "parts": parts, "machine": {**machine(), "threads": torch.get_num_threads()}}, sort_keys=True, default=str)
     return f"{stage}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+def machine() -> dict[str, Any]:
+    """What bits depend on beside inputs and threads."""
+    return {"qforge": __version__, "torch": torch.__version__, "isa": [torch.backends.cpu.get_cpu_capability(), native.has_bf16_products()]}
 
 
 class Journal:

@@ -13,8 +13,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from qforge import numerics
-from qforge.calibration import sequential
-from qforge.calibration.sequential import BATCH_TOKENS, Job, quantize_blocks
+from qforge.calibration import streams
+from qforge.calibration.sequential import Job, quantize_blocks
+from qforge.calibration.streams import BATCH_TOKENS
 from qforge.methods import Options, find, find_transforms
 from qforge.models.blocks import BlockModel
 from qforge.models.model import open_model
@@ -67,7 +68,7 @@ def place(model: nn.Module, name: str, value: torch.Tensor) -> None:
 @pytest.mark.parametrize("batch_tokens", [BATCH_TOKENS, 10])
 @torch.no_grad()
 def test_statistics_of_an_expert_are_those_of_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_tokens: int) -> None:
-    monkeypatch.setattr(sequential, "BATCH_TOKENS", batch_tokens)
+    monkeypatch.setattr(streams, "BATCH_TOKENS", batch_tokens)
     folder, ids = make(tmp_path / "m"), windows(24, 10)
     blocks = BlockModel(open_model(str(folder)))
     wanted, memory, spy = schemes(blocks), Memory(), Spy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from qforge.errors import MissingCapabilityError, QforgeError, RecipeError, Unsu
 from qforge.plan import Plan
 
 QUANTIZE = {"method": "rtn", "scheme": "int4-g32-sym"}
+GPTQ = {"method": "gptq", "scheme": "int4-g32-sym"}
 
 
 def recipe(folder: Path, **changes: object) -> Path:
@@ -61,7 +63,8 @@ def test_a_plan_writes_nothing_and_predicts_the_size(tmp_path: Path) -> None:
         ({"export": [{"format": "bitsandbytes"}]}, UnsupportedError, "bitsandbytes checkpoint does not hold int4-g32-sym"),
         ({"export": [{"format": "gguf", "type": "q4_0"}], "quantize": {"method": "rtn", "scheme": "int8-g32-sym"}}, UnsupportedError, "(?i)q4_0"),
         ({"run": {"device": "cuda"}}, MissingCapabilityError, "no usable CUDA device"),
-        ({"run": {"workers": 2}}, UnsupportedError, "workers"),
+        ({"run": {"workers": 2}, "quantize": {"method": "signround", "scheme": "int4-g32-sym"}}, UnsupportedError, "workers: 2 .*signround takes gradients.*use method: gptq"),
+        ({"run": {"workers": 40}, "quantize": GPTQ, "calibration": {"samples": 8}}, RecipeError, "workers: 40, but the calibration text has 8 sequences"),
         ({"run": {"memory_limit": "100MiB"}}, RecipeError, r"memory_limit: 100 MiB, but quantizing takes about \d+ MiB"),
         ({"run": {"activations": "int8"}, "evaluate": {"engine": "transformers"}}, UnsupportedError, "run.activations: int8 is for the built-in runtime"),
     ],
@@ -71,6 +74,30 @@ def test_what_cannot_be_done_is_refused_by_name_before_anything_is_written(tmp_p
     with pytest.raises(error, match=says):
         pipeline.quantize(path, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_workers_need_ray_and_a_method_that_reads_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = {"run": {"workers": 2}}
+    plan = planned(tmp_path, **several)
+    assert plan.workers == 1
+    assert any("this recipe needs none: one process does the work" in note for note in plan.notes)
+    plan = planned(tmp_path, quantize=GPTQ, **several)
+    assert plan.workers == 2
+    assert not any("workers" in note for note in plan.notes)
+    assert any("fisher one process works alone" in note for note in planned(tmp_path, quantize={**GPTQ, "options": {"fisher": True}}, **several).notes)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "ray" else find(name, *more))
+    with pytest.raises(MissingCapabilityError, match=r"workers: 2 needs Ray.*pip install 'qforge\[ray\]', or use workers: 1"):
+        planned(tmp_path, quantize=GPTQ, **several)
+
+
+def test_workers_are_counted_in_memory(tmp_path: Path) -> None:
+    alone, several = (pipeline.plan(recipe(tmp_path, quantize=GPTQ, run={"workers": n}))[2].peak_bytes for n in (1, 3))
+    more = {name: size for name, size in several.items() if name not in alone}
+    assert {name.partition(":")[0] for name in more} == {"Ray", "3 workers"}
+    assert sum(several.values()) > sum(alone.values()) + 3 * (400 << 20)
+    with pytest.raises(RecipeError, match="memory_limit"):
+        pipeline.plan(recipe(tmp_path, quantize=GPTQ, run={"workers": 3, "memory_limit": "1GiB"}))
 
 
 def test_errors_of_rounded_activations_are_not_corrected_unless_asked(tmp_path: Path) -> None:

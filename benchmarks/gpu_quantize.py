@@ -132,16 +132,16 @@ def roundings(place: Place, shape: Shape) -> Iterator[dict[str, Any]]:
 def methods(place: Place, shape: Shape) -> Iterator[dict[str, Any]]:
     """Rows: what a model loses by each method, here, there, and with other text."""
     with tempfile.TemporaryDirectory() as at:
-        folder, text, other = random_model(Path(at), shape), shape.text(1), shape.text(2)
+        folder, text, others = random_model(Path(at), shape), shape.text(1), (shape.text(2), shape.text(3))
         original = logits(folder, {}, text)
         for method, scheme in CALIBRATED:
             lost, found, seconds = {}, {}, {}
-            for name, used, where in (("here", text, _here), ("there", text, place), ("other_text", other, _here)):
+            for name, used, where in (("here", text, _here), ("there", text, place), *((f"other_text_{i}", other, _here) for i, other in enumerate(others))):
                 start = time.perf_counter()
                 found[name] = quantized(folder, method, scheme, used, where, shape.steps)
                 seconds[name] = time.perf_counter() - start
                 lost[name] = divergence(original, logits(folder, found[name], text))
-            noise = max(abs(lost["other_text"] - lost["here"]), LEAST_NOISE * lost["here"])
+            noise = max(LEAST_NOISE * lost["here"], *(abs(lost[name] - lost["here"]) for name in lost if name.startswith("other_text")))
             same = [(found["there"][n].codes == q.codes).float().mean() for n, q in found["here"].items()]
             yield {
                 "what": method, "scheme": scheme, "kl_here": lost["here"], "kl_there": lost["there"], "noise": noise, "codes_equal": float(torch.stack(same).mean()),

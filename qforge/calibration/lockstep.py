@@ -43,21 +43,20 @@ class Stop:
 
 
 def lockstep(
-    linears: Mapping[str, nn.Linear], run: Run, batches: Sequence[Kept], outputs: list[Kept], room: Room, rounding: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
+    modules: Mapping[str, nn.Module], run: Run, batches: Sequence[Kept], outputs: list[Kept], room: Room, rounding: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
 ) -> Iterator[Stop]:
-    """Run a block on all batches, yielding at every linear, in the order of `linears`; between two yields the linear's weight may be replaced.
+    """Run a block on all batches, yielding at every module of `modules` in their order, linears as a rule; between two yields their weights may be replaced.
 
     Args:
-        linears: those to stop at, by name, in the order in which the block calls them.
+        modules: those to stop at, by name, in the order in which the block calls them; one that all batches run may stand anywhere.
         run: the block's forward, `[B, T, D] -> [B, T, D]`.
         batches: its inputs, freed once they are taken up.
         outputs: filled with what the block returns, in the order of `batches`.
         room: keeps waiting inputs and outputs.
         rounding: what a linear does to its input first, by name; may be added to between two yields.
     """
-    order = {name: place for place, name in enumerate(linears)}
-    gradients = torch.is_grad_enabled()  # each flight leaves the mode that it found when it began, whatever others have done since
-    handles = [module.register_forward_pre_hook(_waits(name, rounding)) for name, module in linears.items()]
+    order = {name: place for place, name in enumerate(modules)}
+    handles = [module.register_forward_pre_hook(_waits(name, rounding)) for name, module in modules.items()]
     try:
         flights = [_Flight(run, batch, room) for batch in batches]
         for flight in flights:
@@ -74,7 +73,6 @@ def lockstep(
                 flights[i].go()
         outputs.extend(f.output() for f in flights)
     finally:
-        torch.set_grad_enabled(gradients)
         for handle in handles:
             handle.remove()
 
@@ -103,6 +101,7 @@ class _Flight:
         self._batch: Kept | None = batch
         self._stack = greenlet.greenlet(run)
         self._parking = Parking(room)
+        self._gradients = torch.is_grad_enabled()  # in the call, which may turn them off and on; the thread has one mode for all calls
         self._held: torch.Tensor | None = None
         self._done: Kept | None = None
         self.at: str | None = None
@@ -128,8 +127,14 @@ class _Flight:
         return self._switch(start)
 
     def _switch(self, *args: torch.Tensor) -> Any:
-        with self._parking:
-            return self._stack.switch(*args)
+        outside = torch.is_grad_enabled()
+        torch.set_grad_enabled(self._gradients)
+        try:
+            with self._parking:
+                return self._stack.switch(*args)
+        finally:
+            self._gradients = torch.is_grad_enabled()
+            torch.set_grad_enabled(outside)
 
     def held(self) -> torch.Tensor:
         """The tensor that waits, possibly without its values: for identity only."""

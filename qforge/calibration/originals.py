@@ -1,4 +1,4 @@
-"""The unquantized model beside the quantized one: what its block feeds each linear, kept until the quantized stream arrives there.
+"""The unquantized model beside the quantized one: what its block feeds each linear and has in the residual stream, kept until the quantized stream arrives there.
 
 Letters: B windows, T tokens, D hidden width.
 """
@@ -23,11 +23,12 @@ class Originals:
         room: keeps them.
         run: the unquantized block, `[B, T, D] -> [B, T, D]`.
         linears: by name.
+        taps: submodules that take the residual stream, by name.
         stream: its inputs, batch by batch; becomes its outputs.
         folds: what inputs will be divided by.
     """
 
-    def __init__(self, room: Room, run: Run, linears: Mapping[str, nn.Linear], stream: list[Kept], folds: Folds) -> None:
+    def __init__(self, room: Room, run: Run, linears: Mapping[str, nn.Linear], taps: Mapping[str, nn.Module], stream: list[Kept], folds: Folds) -> None:
         self._kept: dict[tuple[str, int], tuple[Kept, torch.Tensor | None]] = {}
         for i, batch in enumerate(stream):
             last: list[torch.Tensor] = []
@@ -37,7 +38,11 @@ class Originals:
                     last[:] = [x]
                     self._kept[name, i] = room.copy(x / folds.inputs[name] if name in folds.inputs else x), routed_rows()
 
+            def tap(name: str, x: torch.Tensor, i: int = i) -> None:
+                self._kept[name, i] = room.copy(x), None
+
             handles = [m.register_forward_pre_hook(lambda _, args, n=n, gather=gather: gather(n, args[0])) for n, m in linears.items()]
+            handles += [m.register_forward_pre_hook(lambda _, args, n=n, tap=tap: tap(n, args[0])) for n, m in taps.items()]
             try:
                 out = run(batch.load())
             finally:

@@ -1,6 +1,6 @@
 """Sums over the inputs of one linear (shared by linears with the same input), in fp32, in the order in which batches come.
 
-Letters: I input features, N rows (tokens).
+Letters: O output features, I input features, N rows (tokens).
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ class Sums:
         needs: what a method reads: `hessian`, `cross`, `absmax`, `sample`.
         in_features: I.
         first: rows before these, which other `Sums` are of.
+        out_features: O where `add` is told of a residual stream; 0 for none.
     """
 
-    def __init__(self, needs: frozenset[str], in_features: int, first: int = 0) -> None:
+    def __init__(self, needs: frozenset[str], in_features: int, first: int = 0, out_features: int = 0) -> None:
         self._first, self._tokens, self._in_features = first, 0, in_features
         self._largest = self._energy = 0.0
         self._hessian = torch.zeros(in_features, in_features) if "hessian" in needs else None
         self._cross = torch.zeros(in_features, in_features) if "cross" in needs else None
+        self._residual = torch.zeros(out_features, in_features) if out_features else None
         self._absmax = torch.zeros(in_features) if "absmax" in needs else None
         self._sample: list[torch.Tensor] | None = [] if "sample" in needs else None
         self._kept: list[torch.Tensor] = []  # the places of the sample's rows
         self._below = 1 << 32
 
-    def add(self, inputs: torch.Tensor, originals: torch.Tensor | None = None) -> None:
-        """Add inputs `[..., I]`, and what the unquantized model has in their place (for `cross`)."""
+    def add(self, inputs: torch.Tensor, originals: torch.Tensor | None = None, lacking: torch.Tensor | None = None) -> None:
+        """Add inputs `[..., I]`, what the unquantized model has in their place (for `cross`), and what it has more `[..., O]` in what the linear's output is added to."""
         x = inputs.reshape(-1, inputs.shape[-1]).float().contiguous()
         first, self._tokens = self._tokens, self._tokens + x.shape[0]
         if x.numel():
@@ -47,6 +49,8 @@ class Sums:
         if self._cross is not None and originals is not None:
             here = originals.reshape(x.shape)
             _add_products(here.float().sub_(x.to(here.dtype)), x, self._cross)  # rounded alike: equal inputs have no difference
+        if self._residual is not None and lacking is not None:
+            self._residual.addmm_(lacking.reshape(len(x), -1).float().T, x)
         if self._absmax is not None:
             self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
         if self._sample is not None:
@@ -62,7 +66,7 @@ class Sums:
         """Add the sums over other rows of the same linear's inputs."""
         self._tokens += other._tokens
         self._largest, self._energy = max(self._largest, other._largest), self._energy + other._energy
-        for own, others in ((self._hessian, other._hessian), (self._cross, other._cross)):
+        for own, others in ((self._hessian, other._hessian), (self._cross, other._cross), (self._residual, other._residual)):
             if own is not None and others is not None:
                 own += others
         if self._absmax is not None and other._absmax is not None:
@@ -91,7 +95,7 @@ class Sums:
             for start in range(0, len(self._hessian), width):
                 self._hessian[start : start + width, start + width :] = self._hessian[start + width :, start : start + width].T
         sample = None if self._sample is None else torch.cat([torch.empty(0, self._in_features), *self._sample])
-        return Stats(self._tokens, self._hessian, self._cross, self._absmax, sample, self._peak())
+        return Stats(self._tokens, self._hessian, self._cross, self._absmax, sample, self._peak(), self._residual)
 
     def _peak(self) -> float | None:
         known = self._energy > 0 and math.isfinite(self._energy)

@@ -24,6 +24,7 @@ from qforge.calibration.transforms import PROBE, Folds
 from qforge.calibration.tuning import step_rows
 from qforge.models.blocks import BlockModel
 from qforge.models.links import Link
+from qforge.models.residuals import find_residuals
 from qforge.qlinear import QuantizedLinear
 
 BATCH_TOKENS = 1024  # enough for matrix products at full speed; more, and what an operation leaves is gone from the caches before the next one reads it
@@ -149,14 +150,28 @@ class Streams:
         def run(hidden: torch.Tensor) -> torch.Tensor:
             return self._blocks.run(index, module, hidden)
 
-        originals = None if self.original is None else Originals(self._room, run, linears if "cross" in self._needs else {}, self.original, folds)
+        corrects = "cross" in self._needs
+        residuals = find_residuals(module, run, self.probe) if corrects else {}
+        taps = {name: module.get_submodule(name) for name in dict.fromkeys(residuals.values())}
+        originals = None if self.original is None else Originals(self._room, run, linears if corrects else {}, taps, self.original, folds)
         folds.apply(module)
+        lacking: dict[str, dict[int, Kept]] = {name: {} for name in taps}  # in the residual stream, by batch
+        added = {name: lacking[residuals[own]] for own, m in module.named_modules() if own in residuals for name, linear in linears.items() if m is linear}
         outputs: list[Kept] = []
         roundings: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
-        for stop in lockstep(linears, run, self.quantized, outputs, self._room, roundings):
-            linear = linears[stop.name]
-            sums, put = functools.partial(self._sums, stop, linear.in_features, originals), functools.partial(_put, stop.name, linear, roundings)
-            yield Arrival(stop.name, stop.repeated, sums, put)
+        tapped = False
+        for stop in lockstep({**taps, **linears}, run, self.quantized, outputs, self._room, roundings):
+            if stop.name in taps:
+                assert originals is not None
+                for batch, x in zip(stop.batches, stop.inputs(), strict=True):
+                    wanted = originals.take(stop.name, batch, x, None)
+                    assert wanted is not None
+                    lacking[stop.name][batch] = self._room.copy(wanted.float().sub_(x.to(wanted.dtype)))
+            else:
+                linear = linears[stop.name]
+                sums = functools.partial(self._sums, stop, linear, originals, added.get(stop.name, {}))
+                yield Arrival(stop.name, stop.repeated and not tapped, sums, functools.partial(_put, stop.name, linear, roundings))
+            tapped = stop.name in taps
         self.quantized[:] = outputs
 
     def head_sums(self, in_features: int) -> Sums:
@@ -183,11 +198,12 @@ class Streams:
             batch.free()
             hidden[i] = self._room.keep(out)
 
-    def _sums(self, stop: Stop, in_features: int, originals: Originals | None) -> Sums:
+    def _sums(self, stop: Stop, linear: nn.Linear, originals: Originals | None, lacking: dict[int, Kept]) -> Sums:
         """Over what all batches that wait will feed a linear."""
-        sums = Sums(self._needs, in_features, self._first)
+        sums = Sums(self._needs, linear.in_features, self._first, linear.out_features if lacking else 0)
         for batch, x, rows in zip(stop.batches, stop.inputs(), stop.rows, strict=True):
-            sums.add(x, None if originals is None else originals.take(stop.name, batch, x, rows))
+            sums.add(x, None if originals is None else originals.take(stop.name, batch, x, rows), lacking[batch].load() if lacking else None)
+        lacking.clear()
         return sums
 
 

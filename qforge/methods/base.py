@@ -49,6 +49,7 @@ class Stats:
         tokens: rows of x that were summed.
         hessian: `[I, I]` fp32, the sum of x^T x over all tokens (None unless a method needs it).
         cross: `[I, I]` fp32, the sum of (y - x)^T x, y being what the unquantized model has in the place of x.
+        residual: `[O, I]` fp32, the sum of r^T x, r being what the unquantized model has more in what this linear's output is added to; None where it is added to nothing.
         absmax: `[I]` fp32, the largest magnitudes.
         sample: `[S, I]` fp32, some rows of x, drawn evenly.
         peak: the largest magnitude in units of the root mean square of all inputs; None where nothing came, or nothing but zeros.
@@ -63,6 +64,7 @@ class Stats:
     absmax: torch.Tensor | None = None
     sample: torch.Tensor | None = None
     peak: float | None = None
+    residual: torch.Tensor | None = None
     outputs: torch.Tensor | None = None
     factors: dict[object, object] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)

@@ -132,10 +132,11 @@ def _block(plan: Plan, blocks: BlockModel) -> _Block:
 
 
 def _kept_bytes(block: _Block, hidden: int) -> int:
-    """Of one token: both streams before a block (a tuned one's input twice), what the unquantized block feeds its linears in half precision, what waits at the widest linear."""
+    """Of one token: both streams before a block (a tuned one's input twice), what the unquantized block feeds its linears and what is in the residual stream in half precision, what
+    waits at the widest linear."""
     return (
         4 * (block.streams + bool(block.steps)) * hidden
-        + (int(2 * sum(i * share for i, share in block.inputs)) if block.streams == 2 else 0)
+        + (int(2 * sum(i * share for i, share in block.inputs)) + 2 * 2 * hidden if block.streams == 2 else 0)
         + 4 * (2 * hidden + max(i for _, i, _ in block.shapes))
     )
 
@@ -157,7 +158,8 @@ def _quantize_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, i
     finished = 0
     for out, width, _ in block.shapes:
         rest = {"weights of the block that are still wanted, and codes": 4 * (block.weights - finished) + finished}
-        statistics = {"one linear's statistics": width**2 * 4 * block.streams}
+        residual = out * width * 4 if block.streams == 2 and out == hidden else 0
+        statistics = {"one linear's statistics": width**2 * 4 * block.streams + residual}
         factor = width**2 * FACTOR_BYTES if block.solves else 0
         moments.append(rest | statistics | {"one linear's factor": factor})
         moments.append(rest | statistics | {"one linear's factor": factor // 2, "one linear on its way": SOLVING_BYTES * out * width})

@@ -125,6 +125,12 @@ def test_statistics_are_those_of_two_whole_models(tmp_path: Path, family: str, b
         wanted = (y - x).T @ x
         torch.testing.assert_close(stats.cross.double(), wanted, rtol=1e-2, atol=2e-3 * float(x.abs().max() ** 2 * len(x)) ** 0.5)
         assert (stats.cross == 0).all() == (wanted == 0).all()
+        block, _, own = name.partition(".self_attn.") if "self_attn" in name else name.partition(".mlp.")
+        tap = {"o_proj": "input_layernorm", "down_proj": "post_attention_layernorm"}.get(own) if family == "llama" else None  # Gemma has norms before its sums
+        assert (stats.residual is None) == (tap is None)
+        if stats.residual is not None:
+            lacking = inputs_of(original, f"{block}.{tap}", windows()) - inputs_of(quantized, f"{block}.{tap}", windows())
+            torch.testing.assert_close(stats.residual.double(), lacking.T @ x, rtol=1e-2, atol=2e-3 * float((lacking.T @ x).abs().max()) + 1e-9)
         quantized.get_submodule(name).weight.data = numerics.dequantize(memory.linears()[name])
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qforge import numerics
-from qforge.methods import Options, Stats, find, native, refine
+from qforge.methods import Options, Stats, find, gptq, native, refine
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
 
@@ -84,10 +84,10 @@ def test_a_dead_input_keeps_its_code_and_gptq_gains() -> None:
     hessian[5] = hessian[:, 5] = 0
     q = rounded(weight, "int4-g16-sym")
     assert torch.equal(refine.refine(weight, q, hessian, 1).codes[:, 5], q.codes[:, 5])
-    gptq = find("gptq")
-    assert gptq is not None
+    method = find("gptq")
+    assert method is not None
     weight, hessian = problem(8)
-    results = [gptq.quantize(weight, parse("int3-g16-sym"), Stats(200, hessian), Options(refine=sweeps))[0] for sweeps in (0, 3)]
+    results = [method.quantize(weight, parse("int3-g16-sym"), Stats(200, hessian), Options(refine=sweeps))[0] for sweeps in (0, 3)]
     assert error(weight, results[1], hessian).sum() < 0.95 * error(weight, results[0], hessian).sum()
 
 
@@ -96,13 +96,31 @@ def test_error_correction_aims_at_the_original_outputs() -> None:
     y = torch.randn(4000, 32, generator=g) @ torch.randn(32, 32, generator=g)
     x = y + 0.3 * torch.randn(4000, 32, generator=g) @ torch.randn(32, 32, generator=g)
     weight = torch.randn(16, 32, generator=g)
-    gptq = find("gptq")
-    assert gptq is not None
+    method = find("gptq")
+    assert method is not None
     got = {}
     for cross in (None, (y - x).T @ x):
-        q, _ = gptq.quantize(weight, parse("int8-g16-sym"), Stats(4000, x.T @ x, cross), Options(damping=1e-6))
+        q, _ = method.quantize(weight, parse("int8-g16-sym"), Stats(4000, x.T @ x, cross), Options(damping=1e-6))
         got[cross is None] = (x @ numerics.dequantize(q).T - y @ weight.T).square().mean()
     best = torch.linalg.lstsq(x.double(), (y @ weight.T).double()).solution
     floor = (x.double() @ best - y.double() @ weight.T.double()).square().mean()
     assert got[False] < 1.02 * floor  # 8 bits: what is left is what no weight could give
     assert got[True] > 1.2 * floor
+
+
+def test_error_correction_makes_up_for_what_the_residual_stream_lacks() -> None:
+    g = torch.Generator().manual_seed(3)
+    y = torch.randn(4000, 32, generator=g) @ torch.randn(32, 32, generator=g)
+    x = y + 0.3 * torch.randn(4000, 32, generator=g) @ torch.randn(32, 32, generator=g)
+    weight = torch.randn(16, 32, generator=g)
+    lacking = 3 * x @ torch.randn(32, 16, generator=g) / 32**0.5 + torch.randn(4000, 16, generator=g)
+    method = find("gptq")
+    assert method is not None
+    stats = Stats(4000, x.T @ x, (y - x).T @ x, residual=lacking.T @ x)
+    q, _ = method.quantize(weight, parse("int8-g16-sym"), stats, Options(damping=1e-6))
+    wanted = (y @ weight.T + gptq.RESIDUAL * lacking).double()
+    best = torch.linalg.lstsq(x.double(), wanted).solution
+    floor = (x.double() @ best - wanted).square().mean()
+    assert (x.double() @ numerics.dequantize(q).double().T - wanted).square().mean() < 1.02 * floor
+    without, _ = method.quantize(weight, parse("int8-g16-sym"), Stats(4000, x.T @ x, (y - x).T @ x), Options(damping=1e-6))
+    assert (x.double() @ numerics.dequantize(without).double().T - wanted).square().mean() > 1.5 * floor

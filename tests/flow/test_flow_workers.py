@@ -36,7 +36,7 @@ def start(recipe: Path, out: str, address: str = "", *more: str) -> subprocess.P
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, said = process.communicate(timeout=300)
+    _, said = process.communicate(timeout=500)
     return process.returncode, said
 
 
@@ -97,7 +97,7 @@ def test_two_workers_on_this_machine_give_the_same_bytes_and_leave_nothing(tmp_p
 
 def test_a_worker_that_is_killed_is_named_and_the_run_taken_up_with_the_same_bytes(tmp_path: Path, cluster: tuple[str, set[int]]) -> None:
     address, raylets = cluster
-    recipe = write_recipe(tmp_path)
+    recipe = write_recipe(tmp_path, quantize={"method": ["rotate", "gptq"], "scheme": "int4-g32-sym", "ignore": []})
     assert finish(start(recipe, "whole", address))[0] == 0
     process = start(recipe, "killed", address)
     while blocks_done(recipe, "killed") < 2 and process.poll() is None:

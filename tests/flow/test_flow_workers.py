@@ -16,7 +16,7 @@ import pytest
 import tiny
 
 pytestmark = pytest.mark.slow
-LAYERS = 10
+LAYERS = 8
 
 
 def write_recipe(folder: Path, **changes: object) -> Path:
@@ -68,7 +68,7 @@ def workers_of(raylets: set[int]) -> list[int]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[tuple[str, set[int]]]:
     """Two nodes: the address, and their process ids."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     from ray.cluster_utils import Cluster
 
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})

@@ -112,7 +112,9 @@ def _opened(job: Job, windows: torch.Tensor | None) -> Iterator[Text | None]:
     elif job.workers is None:
         yield Streams(job.blocks, job.room, job.needs, tuned=job.tuner is not None)
     else:
-        with job.workers() as workers:
+        with contextlib.ExitStack() as stack:
+            with job.room.clock.part("start workers"):
+                workers = stack.enter_context(job.workers())
             yield SharedText(job.blocks, workers, job.needs)
 
 

@@ -1,4 +1,4 @@
-"""Sums over the inputs of one linear (shared by linears with the same input), in fp32, in the order in which batches come.
+"""Sums over the inputs of one linear (shared by linears with the same input), in fp32, in the order in which batches come; those of several processes are merged.
 
 Letters: O output features, I input features, N rows (tokens).
 """

@@ -35,6 +35,7 @@ _OPTIONAL = (
     ("onnx", "ONNX exports", "pip install 'qforge[onnx]'"),
     ("onnxruntime", "runs every ONNX export as its check", "pip install 'qforge[onnx]'"),
     ("onnxruntime-genai", "generates from every ONNX export as its check", "pip install 'qforge[genai]'"),
+    ("ray", "calibration shared among processes and machines (run.workers)", "pip install 'qforge[ray]'"),
     ("datasets", "hub data sets as calibration or evaluation text", "pip install datasets"),
     ("peft", "a second opinion on LoRA merges (tests)", "pip install 'qforge[dev]'"),
 )

@@ -25,6 +25,7 @@ from qforge.models.blocks import BlockModel
 from qforge.plan import Plan
 from qforge.recipe import Recipe
 from qforge.stages.journal import Journal, key, machine
+from qforge.stages.meter import return_freed_memory
 from qforge.stages.opening import open_models
 from qforge.text.calibration import CalibrationSet
 
@@ -80,6 +81,7 @@ class _Process:
         import ray
 
         torch.set_num_threads(threads)
+        return_freed_memory(sparing=recipe.run.memory_limit is not None)
         address, elsewhere = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id() != node
         try:
             model = open_models(recipe)[-1]
@@ -126,7 +128,8 @@ def _cluster(count: int) -> Iterator[str]:
     """Join the cluster of RAY_ADDRESS, or start one; yields the node where this process is."""
     address = os.environ.get("RAY_ADDRESS")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    if not address:  # Ray listens on all interfaces, and reads the secret once in a process
+    if not address:  # Ray gives workers the lowest priority; it listens on all interfaces, and reads the secret once in a process
+        os.environ.setdefault("RAY_worker_niceness", "0")
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     import ray

@@ -132,8 +132,8 @@ def _block(plan: Plan, blocks: BlockModel) -> _Block:
 
 
 def _kept_bytes(block: _Block, hidden: int) -> int:
-    """Of one token: both streams before a block (a tuned one's input twice), what the unquantized block feeds its linears and has in the residual stream (halves), what waits at the
-    widest linear."""
+    """Of one token: both streams before a block (a tuned one's input twice), what the unquantized block feeds its linears and has in the residual stream (halves), what waits at
+    the widest linear."""
     return (
         4 * (block.streams + bool(block.steps)) * hidden
         + (int(2 * sum(i * share for i, share in block.inputs)) + 2 * 2 * hidden if block.streams == 2 else 0)

@@ -23,6 +23,7 @@ from qforge.calibration.linear import quantize_linear
 from qforge.calibration.lockstep import Stop, lockstep
 from qforge.calibration.originals import Originals
 from qforge.calibration.precision import fast_products
+from qforge.calibration.replay import finished_block
 from qforge.calibration.room import Kept, Room
 from qforge.calibration.statistics import Sums
 from qforge.calibration.store import Hidden, Piece, Store
@@ -164,19 +165,8 @@ def _named(streams: Streams) -> Hidden:
 
 def _replay(job: Job, index: int, piece: Piece, streams: Streams) -> None:
     """Run a finished block on all batches of both streams, in place."""
-
-    linears = {name: q.to(torch.get_default_device()) for name, q in piece.linears.items()}
-
-    def dequantized(tensor_name: str) -> torch.Tensor | None:
-        q = linears.get(tensor_name.removesuffix(".weight")) if tensor_name.endswith(".weight") else None
-        return piece.tensors.get(tensor_name) if q is None else numerics.dequantize(q)
-
-    def rounding(name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        q = linears.get(name)
-        return None if q is None else numerics.input_rounding(q.scheme, q.input_scale)
-
     with job.room.clock.part("replay"):
-        with job.blocks.block(index, dequantized, rounding) as module, fast_products(module):
+        with finished_block(job.blocks, index, piece) as module:
             _advance(job, index, module, streams.quantized)
         if streams.original is not None:
             with job.blocks.block(index) as module, fast_products(module):

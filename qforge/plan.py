@@ -102,6 +102,8 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
     if recipe.quantize.kv_cache is not None:
         needed |= {KV_CACHE}
         notes += _cache_notes(recipe, blocks, schemes)
+    elif merged.kv_scales:
+        notes.append("the source keeps keys and values as FP8, and is compared so; what is written does not, unless quantize.kv_cache: fp8 calibrates scales anew")
     parameters = _parameters(merged)
     untied = untied_because(model, {p.name: p.scheme for p in layers if p.scheme is not None})
     if untied is not None:

@@ -121,6 +121,11 @@ def test_another_cache_is_another_artifact_of_the_same_work(tmp_path: Path) -> N
     assert not stored(tmp_path)
 
 
+def test_a_source_with_a_cache_is_told_that_its_scales_go(done: tuple[Path, Results]) -> None:
+    _, planned, _ = plan(done[0] / "recipe.yaml", overrides=["model.source=out/model", "quantize.kv_cache=null", "export=[]"])
+    assert any("what is written does not, unless quantize.kv_cache: fp8" in note for note in planned.notes)
+
+
 def test_tensorrt_llm_gets_them(done: tuple[Path, Results]) -> None:
     folder = done[0] / "out/exports/trtllm"
     artifact = open_model(str(done[0] / "out"))

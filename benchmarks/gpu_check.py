@@ -76,6 +76,8 @@ def cases() -> Iterator[tuple[str, Callable[[], tuple[float, float]]]]:
             yield f"prompts, {stored}, {parts} parts", lambda m=many: attention_case(H, DEVICE, queries=(1, 300, 1, 37), window=200, **m)
         for norms in (False, True):
             yield f"rope{' after norms' if norms else ''}, {stored}", lambda s=stored, n=norms: rope_case(B, DEVICE, s, size=128, norms=n)
+        if stored is FP8:
+            yield "rope, calibrated fp8", lambda: rope_case(B, DEVICE, FP8, size=128, calibrated=(0.02, 0.01))
     yield "attention, three heads share", lambda: attention_case(H, DEVICE, heads=9, cache_heads=3, size=80, queries=(1, 30, 50))
     for rounded in (None, INT8, FP8) if float8 else (None, INT8):
         yield f"norm, {rounded}", lambda r=rounded: norm_case(B, DEVICE, True, r, columns=4100)

@@ -92,7 +92,9 @@ def _pointwise() -> Iterator[Variant]:
         for norm in (False, True):
             heads = {"NORM": norm, "HEADS": 32, "CACHE_HEADS": 8, "D": 128, "HALF": 64}
             cached = {"qkv": "*bf16", "q": "*bf16", "keys": TYPES[number], "values": TYPES[number]}
-            yield variant(f"{'norm, ' if norm else ''}rope and cache, {number}", pointwise.rope_and_cache, Tile(1, 0, 0, 1, 1), {**scaled, **heads}, **cached)
+            for calibrated in (False, True) if number == "fp8" else (False,):
+                name = f"{'norm, ' if norm else ''}rope and {'calibrated ' if calibrated else ''}cache, {number}"
+                yield variant(name, pointwise.rope_and_cache, Tile(1, 0, 0, 1, 1), {**scaled, **heads, "CALIBRATED": calibrated}, **cached)
     yield variant("silu mul", pointwise.silu_mul, Tile(1, 1024, 0, 4, 1), {"BLOCK": 1024}, gate_up="*bf16", y="*bf16")
 
 

@@ -121,13 +121,15 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> to
     return torch.einsum("hqk,khd->qhd", logits.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
-def rope_case(dtype: torch.dtype, device: str, stored: torch.dtype | None = None, size: int = 24, norms: bool = False) -> tuple[float, float]:
+def rope_case(
+    dtype: torch.dtype, device: str, stored: torch.dtype | None = None, size: int = 24, norms: bool = False, calibrated: tuple[float, float] | None = None
+) -> tuple[float, float]:  # fmt: skip
     g = torch.Generator().manual_seed(1)
     tokens, heads, c, page = 5, 4, 2, 4
     qkv = torch.randn(tokens, (heads + 2 * c) * size, generator=g).to(dtype)
     positions, slots = torch.tensor([3, 0, 7, 1, 2], dtype=torch.int32), torch.tensor([9, 0, -1, 4, 11])
     angles = torch.arange(8.0)[:, None] * 10000 ** (-torch.arange(size // 2) / (size // 2))
-    cache = empty_cache(3, page, c, size, stored or dtype, device)
+    cache = empty_cache(3, page, c, size, stored or dtype, device, calibrated)
     weights = [(torch.rand(size, generator=g) + 0.5).to(dtype) for _ in range(2)]
     q = rotate_and_store(
         qkv.to(device),
@@ -151,6 +153,8 @@ def rope_case(dtype: torch.dtype, device: str, stored: torch.dtype | None = None
         t.flatten(0, 1).double().cpu()[slots[kept]] * (1 if s is None else s.flatten(0, 1).double().cpu()[slots[kept]][..., None])
         for t, s in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales))
     )
+    for scales, scale in zip((cache.key_scales, cache.value_scales), calibrated or (), strict=False):
+        assert (scales == scale).all()
     untouched = torch.ones(3 * page, dtype=torch.bool).index_fill(0, slots[kept], False)
     assert not cache.keys.flatten(0, 1).float().cpu()[untouched].any()
     step = {torch.int8: 0.5 / 127, torch.float8_e4m3fn: 2.0**-4}.get(stored or dtype, 0.0)

@@ -19,8 +19,9 @@ from qforge.models.tying import HEAD, shared_table, untied_because
 from qforge.recipe import Recipe
 from qforge.recipe.model import OptionsSection
 from qforge.runtime.decoder import supports
-from qforge.scheme import Per, ScaleType, Scheme
+from qforge.scheme import Number, Per, ScaleType, Scheme
 
+KV_CACHE = "kv_cache"  # among what calibration gathers: scales of keys and values
 ROUTER = "decides over experts: a choice that changes costs more than its few weights"
 
 
@@ -101,6 +102,11 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
     _check_tuning(options, schemes, quantizer)
     _check_weighing(options, schemes, quantizer)
     needed = frozenset() if quantizer is None else statistics_needed(quantizer, schemes, options).union(*(t.needs(options) for t in transforms))
+    if recipe.quantize.kv_cache is not None:
+        needed |= {KV_CACHE}
+        notes += _cache_notes(recipe, blocks, schemes)
+    elif merged.kv_scales:
+        notes.append("the source keeps keys and values as FP8, and is compared so; what is written does not, unless quantize.kv_cache: fp8 calibrates scales anew")
     parameters = _parameters(merged)
     untied = untied_because(model, {p.name: p.scheme for p in layers if p.scheme is not None})
     if untied is not None:
@@ -111,6 +117,7 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
         notes.append(f"rotate unties embedding and output head, since only the head takes the last norm's weight: {more / 1e6:,.1f} MB more, unless the head is quantized, too")
     stored, weights, total = _sizes(model, layers)
     workers = _workers(recipe, needed, options, notes)
+    total += 2 * blocks.num_blocks * model.dtype.itemsize if KV_CACHE in needed else 0
     bits_per_weight = stored / weights if weights else 8.0 * model.dtype.itemsize
     tokens = recipe.calibration.tokens if needed else 0
     widest = max((p.in_features for p in layers if p.scheme is not None), default=0)
@@ -186,6 +193,21 @@ def _check_weighing(options: Options, schemes: Sequence[Scheme], quantizer: Quan
         raise UnsupportedError(f"quantize.options.fisher is for integers with one scale for each output channel or group, not {schemes[0]}; use fisher: false")
 
 
+def _cache_notes(recipe: Recipe, blocks: BlockModel, schemes: Sequence[Scheme]) -> list[str]:
+    """What a user should know of keys and values in FP8; refuses them where they cannot be."""
+    if any(s.number is Number.NF4 for s in schemes):
+        raise UnsupportedError(
+            "quantize.kv_cache: a bitsandbytes checkpoint, the only kind with nf4, does not hold scales of keys and values; use another scheme, or kv_cache: null"
+        )
+    if not blocks.caches():
+        raise UnsupportedError(
+            "quantize.kv_cache: transformers' code of this family takes no cache of keys and values for its blocks, so that they cannot be seen; use kv_cache: null"
+        )
+    without = sorted({e.format for e in recipe.export if e.format != "trtllm" and (e.format != "triton" or e.type in (None, "onnx"))})
+    said = f"{' and '.join(without)} {'has' if len(without) == 1 else 'have'} no place for the scales of keys and values"
+    return [f"{said}: what is exported, and compared, is the rest"] if without else []
+
+
 def _check_transforms(transforms: Sequence[Transform], schemes: Sequence[Scheme]) -> None:
     """Refuse a transform that can do nothing for any of the schemes."""
     for transform in transforms:
@@ -197,9 +219,9 @@ def _check_transforms(transforms: Sequence[Transform], schemes: Sequence[Scheme]
 def _workers(recipe: Recipe, needed: frozenset[str], options: Options, notes: list[str]) -> int:
     """How many processes share the calibration text; refuses what they cannot do."""
     asked, tuner = recipe.run.workers, find_tuner(recipe.quantize.method)
-    if asked == 1 or not needed:
+    if asked == 1 or not needed - {KV_CACHE}:
         if asked > 1:
-            notes.append(f"run.workers: {asked} would share the calibration text, and this recipe needs none: one process does the work")
+            notes.append(f"run.workers: {asked} would share the way of the calibration text through the blocks, which this recipe does not need: one process does the work")
         return 1
     if recipe.run.device.startswith("cuda"):
         raise UnsupportedError(f"run.workers: {asked} share the cores of processors, not cards; use run.device: cpu, or workers: 1")
@@ -207,7 +229,16 @@ def _workers(recipe: Recipe, needed: frozenset[str], options: Options, notes: li
         raise UnsupportedError(f"run.workers: {asked} share sums over the calibration text, but method {tuner.name} takes gradients step by step; use method: gptq, or workers: 1")
     if importlib.util.find_spec("ray") is None:
         raise MissingCapabilityError(f"run.workers: {asked} needs Ray, which is not installed here: pip install 'qforge[ray]', or use workers: 1")
-    undivided = [what for what, used in (("method auto's choice", "auto" in recipe.quantize.method), ("fisher", "outputs" in needed), ("tune", bool(options.tune))) if used]
+    undivided = [
+        what
+        for what, used in (
+            ("method auto's choice", "auto" in recipe.quantize.method),
+            ("fisher", "outputs" in needed),
+            ("tune", bool(options.tune)),
+            (KV_CACHE, KV_CACHE in needed),
+        )
+        if used
+    ]
     if undivided:
         notes.append(f"run.workers: {asked} share the way through the blocks; for {' and '.join(undivided)} one process works alone")
     return asked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,7 @@ NotNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 Count = Annotated[int, Ge(0)]
 Some = Annotated[int, Gt(0)]
+KvScales = Mapping[str, tuple[float, float]]  # of keys and of values, by the attention module's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class ModelSpec:
         attention_scale: multiplier of q.k (head_dim ** -0.5 unless the family says otherwise).
         norm_offset: 1.0 where the norm multiplies by (1 + weight) (Gemma), else 0.0.
         embedding_scale: multiplier of token embeddings (sqrt(hidden) for Gemma), else 1.0.
+        kv_scales: per layer, of its keys and its values where a checkpoint says that they are kept as FP8 E4M3; else empty.
     """
 
     family: str
@@ -59,6 +62,7 @@ class ModelSpec:
     post_norms: bool = False
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    kv_scales: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

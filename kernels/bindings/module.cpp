@@ -47,16 +47,18 @@ NB_MODULE(_native, m) {
             nb::arg("format"), nb::arg("columns"), nb::arg("blocks"), nb::arg("block_k"), nb::arg("run"), nb::arg("codes"), nb::arg("scales"), nb::arg("zeros"), nb::arg("book"),
             nb::arg("bias"), nb::arg("activations") = Activations::F32);
     nb::enum_<Activation>(m, "Activation").value("SILU", Activation::SILU).value("GELU_TANH", Activation::GELU_TANH);
-    nb::enum_<CacheType>(m, "CacheType").value("F32", CacheType::F32).value("F16", CacheType::F16).value("I8", CacheType::I8).value("BF16", CacheType::BF16);
+    nb::enum_<CacheType>(m, "CacheType").value("F32", CacheType::F32).value("F16", CacheType::F16).value("I8", CacheType::I8).value("BF16", CacheType::BF16).value("F8", CacheType::F8);
     nb::class_<Cache>(m, "Cache")
         .def(
             "__init__",
             [](Cache *self, CacheType type, uintptr_t keys, uintptr_t values, uintptr_t key_scales, uintptr_t value_scales, int64_t kv_heads, int64_t head_dim, int64_t value_dim,
-               int64_t block_size) {
-                new (self) Cache{type, pointer<void>(keys), pointer<void>(values), pointer<float>(key_scales), pointer<float>(value_scales), kv_heads, head_dim, value_dim, block_size};
+               int64_t block_size, float key_scale, float value_scale) {
+                new (self) Cache{type,     pointer<void>(keys), pointer<void>(values), pointer<float>(key_scales), pointer<float>(value_scales),
+                                 kv_heads, head_dim,            value_dim,             block_size,                 key_scale,
+                                 value_scale};
             },
             nb::arg("type"), nb::arg("keys"), nb::arg("values"), nb::arg("key_scales"), nb::arg("value_scales"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_dim"),
-            nb::arg("block_size"));
+            nb::arg("block_size"), nb::arg("key_scale"), nb::arg("value_scale"));
     nb::class_<Context> context(m, "Context");
     context
         .def(nb::init<int, const std::string &>(), nb::arg("threads"), nb::arg("isa"))

@@ -3,6 +3,12 @@ struct Lanes {
     __m256 v;
     static Lanes load(const float *p) { return {_mm256_loadu_ps(p)}; }
     static Lanes load(const uint16_t *p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)))}; }
+    static Lanes load(const Fp8 *p) {
+        const __m128i words = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
+        const __m128i halves = _mm_and_si128(_mm_slli_epi16(words, 7), _mm_set1_epi16(static_cast<int16_t>(0xbf80)));  // E4M3's exponent, at a half's place, is 8 too small
+        const __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(halves, _mm_set1_epi16(0x7fff)), _mm_set1_epi16(0x3f80));
+        return {_mm256_cvtph_ps(_mm_or_si128(halves, _mm_and_si128(nan, _mm_set1_epi16(0x4000))))};
+    }
     static Lanes set(float x) { return {_mm256_set1_ps(x)}; }
     static Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
     static Lanes add(Lanes a, Lanes b) { return {_mm256_add_ps(a.v, b.v)}; }

@@ -1,8 +1,10 @@
 // The functions of layers.h, written once over `Lanes` (8 floats), which the including file defines for its instruction set.
-// Lanes: load (floats, halves), store, set, fma(a, b, c) = a b + c, add, mul, div, max, exp_scale(p, n) = p 2^n for integral n, round,
+// Lanes: load (floats, halves, FP8 codes divided by kFp8), store, set, fma(a, b, c) = a b + c, add, mul, div, max, exp_scale(p, n) = p 2^n for integral n, round,
 //        keep_above(x, limit, y) = x > limit ? y : 0, to_bf16 and to_int16 (8 numbers, ties to even, into 16 bytes). to_half(x): the nearest half, ties to even.
 // Also in the including file, both over 16 pairs of columns and one pair of a row, which lies in a float as prepare() packs it; see Fmas for the interface:
 // IntegerDots, exact; Bf16Dots: in fp32, the second product is added first, then the first (as AVX512-BF16 does).
+
+constexpr float kFp8 = 256.0f;
 
 inline float sum_in_order(const Lanes &a, const Lanes &b) {
     float v[8];
@@ -98,37 +100,61 @@ inline Bf16 to_bf16(float x) {
 
 // Bf16 and int8: two dimensions of a key, two positions of a value side by side, which one instruction multiplies and adds
 template <typename T>
-constexpr int64_t kTogether = sizeof(T) == 4 || std::is_same_v<T, uint16_t> ? 1 : 2;
+constexpr int64_t kTogether = std::is_same_v<T, Bf16> || std::is_same_v<T, int8_t> ? 2 : 1;
 
-// One key or value [d] into the cache, element i at place(i); returns its scale
+// The nearest E4M3, ties to even, at most 448; NaN stays NaN
+inline Fp8 to_fp8(float x) {
+    const uint32_t bits = __builtin_bit_cast(uint32_t, x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
+    uint32_t code = (magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20;  // 3 bits of mantissa, the exponent's bias 127
+    code -= (127 - 7) << 3;
+    if (magnitude < 0x3c800000) code = __builtin_bit_cast(uint32_t, __builtin_fabsf(x) * 512.0f + 0x1p23f) & 15;  // below 2^-6: multiples of 2^-9
+    if (magnitude >= 0x43e00000) code = magnitude > 0x7f800000 ? 0x7f : 0x7e;
+    return {static_cast<uint8_t>(sign | code)};
+}
+
+inline float largest_of(const float *x, int64_t count) {
+    float largest = 0.0f;
+    for (int64_t i = 0; i < count; ++i) largest = __builtin_fabsf(x[i]) > largest ? __builtin_fabsf(x[i]) : largest;
+    return largest;
+}
+
+// One key or value [d] into the cache, element i at place(i); returns its scale: FP8's is given, or 0 for one of its own
 template <typename Place>
-inline float put(float *to, const float *from, int64_t d, Place place) {
+inline float put(float *to, const float *from, int64_t d, float, Place place) {
     for (int64_t i = 0; i < d; ++i) to[place(i)] = from[i];
     return 1.0f;
 }
 
 template <typename Place>
-inline float put(uint16_t *to, const float *from, int64_t d, Place place) {
+inline float put(uint16_t *to, const float *from, int64_t d, float, Place place) {
     for (int64_t i = 0; i < d; ++i) to[place(i)] = to_half(from[i] > 65504.0f ? 65504.0f : from[i] < -65504.0f ? -65504.0f : from[i]);
     return 1.0f;
 }
 
 template <typename Place>
-inline float put(Bf16 *to, const float *from, int64_t d, Place place) {
+inline float put(Bf16 *to, const float *from, int64_t d, float, Place place) {
     for (int64_t i = 0; i < d; ++i) to[place(i)] = to_bf16(from[i]);
     return 1.0f;
 }
 
 template <typename Place>
-inline float put(int8_t *to, const float *from, int64_t d, Place place) {
-    float largest = 0.0f;
-    for (int64_t i = 0; i < d; ++i) largest = __builtin_fabsf(from[i]) > largest ? __builtin_fabsf(from[i]) : largest;
-    const float scale = largest / 127.0f, inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
+inline float put(int8_t *to, const float *from, int64_t d, float, Place place) {
+    const float scale = largest_of(from, d) / 127.0f, inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
     for (int64_t i = 0; i < d; ++i) {
         const float code = from[i] * inverse;
         const float inside = code > 127.0f ? 127.0f : code < -127.0f ? -127.0f : code;
         to[place(i)] = static_cast<int8_t>(inside + (inside < 0.0f ? -0.5f : 0.5f));
     }
+    return scale;
+}
+
+template <typename Place>
+inline float put(Fp8 *to, const float *from, int64_t d, float scale, Place place) {
+    if (scale == 0.0f) {
+        const float largest = largest_of(from, d);
+        scale = largest > 1e-30f ? largest / 448.0f : 1.0f;
+    }
+    for (int64_t i = 0; i < d; ++i) to[place(i)] = to_fp8(from[i] / scale);
     return scale;
 }
 
@@ -141,8 +167,8 @@ void store_token(const Attention &a, int64_t token, const float *row) {
         const int64_t first = (block * c.kv_heads + h) * c.block_size;
         constexpr int64_t n = kTogether<T>;
         T *keys = static_cast<T *>(c.keys) + (first + offset / 16 * 16) * d + offset % 16 * n, *values = static_cast<T *>(c.values) + (first + offset / n * n) * c.value_dim + offset % n;
-        const float key_scale = put(keys, key, d, [](int64_t i) { return i / n * 16 * n + i % n; });
-        const float value_scale = put(values, value, d, [](int64_t i) { return i * n; });
+        const float key_scale = put(keys, key, d, c.key_scales ? 0.0f : c.key_scale, [](int64_t i) { return i / n * 16 * n + i % n; });
+        const float value_scale = put(values, value, d, c.value_scales ? 0.0f : c.value_scale, [](int64_t i) { return i * n; });
         if (c.key_scales) {
             c.key_scales[first + offset] = key_scale;
             c.value_scales[first + offset] = value_scale;
@@ -166,6 +192,7 @@ void rotate_and_store(const Attention &a, int64_t token, int64_t token_end) {
             case CacheType::F16: store_token<uint16_t>(a, token, row); break;
             case CacheType::I8: store_token<int8_t>(a, token, row); break;
             case CacheType::BF16: store_token<Bf16>(a, token, row); break;
+            case CacheType::F8: store_token<Fp8>(a, token, row); break;
         }
     }
 }
@@ -238,6 +265,8 @@ inline float prepare(float *, int64_t, T) {
     return 1.0f;
 }
 
+inline float prepare(float *, int64_t, Fp8) { return kFp8; }
+
 inline float prepare(float *x, int64_t count, Bf16) {
     pack_row(x, count, [](const Lanes &v, void *to) { Lanes::to_bf16(v, to); });
     return 1.0f;
@@ -282,7 +311,7 @@ void score_rows(const Attention &a, const AttentionPiece &p, const float *query,
         tiles.next();
         if (k + 16 <= last) fetch(static_cast<const T *>(a.cache.keys) + tiles.row() * d, d * sizeof(T));
         fetch(static_cast<const T *>(a.cache.values) + at * a.cache.value_dim, a.cache.value_dim * sizeof(T));
-        Lanes scale_lo = Lanes::set(a.scale), scale_hi = scale_lo;
+        Lanes scale_lo = Lanes::set(a.scale * a.cache.key_scale), scale_hi = scale_lo;
         Sums<T> sums[R];
         for (int64_t i = 0; i < d / kTogether<T>; ++i) {
             const auto columns = Sums<T>::load(keys + i * 16 * kTogether<T>);
@@ -407,7 +436,7 @@ void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float
     score_rows<T, R>(a, p, query, units, position, first, last, scores, stride);
     for (int r = 0; r < R; ++r) factor[r] = soften_row(scores + r * stride, stride);
     if (a.cache.value_scales) scale_weights<R>(a, p, scores, stride, first, last);
-    for (int r = 0; r < R; ++r) factor[r] *= prepare(scores + r * stride, stride, T{});
+    for (int r = 0; r < R; ++r) factor[r] *= prepare(scores + r * stride, stride, T{}) * a.cache.value_scale;
     mix_values<T, R>(a, p, scores, stride, factor, first, last, out);
 }
 
@@ -432,5 +461,6 @@ void attend(const Attention &a, const AttentionPiece &p, float *scratch) {
         case CacheType::F16: return attend_piece<uint16_t>(a, p, scratch);
         case CacheType::I8: return attend_piece<int8_t>(a, p, scratch);
         case CacheType::BF16: return attend_piece<Bf16>(a, p, scratch);
+        case CacheType::F8: return attend_piece<Fp8>(a, p, scratch);
     }
 }

@@ -19,6 +19,9 @@ struct Lanes {
     }
     static Lanes load(const float *p) { return each([&](int i) { return p[i]; }); }
     static Lanes load(const uint16_t *p) { return each([&](int i) { return half_to_float(p[i]); }); }
+    static Lanes load(const Fp8 *p) {
+        return each([&](int i) { return half_to_float(static_cast<uint16_t>((p[i].bits & 0x80) << 8 | (p[i].bits & 0x7f) << 7 | ((p[i].bits & 0x7f) == 0x7f ? 0x4000 : 0))); });
+    }
     static Lanes set(float x) { return each([&](int) { return x; }); }
     static Lanes fma(const Lanes &a, const Lanes &b, const Lanes &c) { return each([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); }); }
     static Lanes add(const Lanes &a, const Lanes &b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }

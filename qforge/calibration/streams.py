@@ -17,6 +17,7 @@ from qforge import numerics
 from qforge.calibration.lockstep import Stop, lockstep
 from qforge.calibration.originals import Originals
 from qforge.calibration.precision import fast_products
+from qforge.calibration.replay import finished_block
 from qforge.calibration.room import Kept, Room
 from qforge.calibration.statistics import Sums
 from qforge.calibration.store import Hidden, Piece
@@ -114,17 +115,7 @@ class Streams:
 
     def replay(self, index: int, piece: Piece) -> None:
         """See `Text.replay`: all batches of both streams, in place."""
-        linears = {name: q.to(torch.get_default_device()) for name, q in piece.linears.items()}
-
-        def dequantized(tensor_name: str) -> torch.Tensor | None:
-            q = linears.get(tensor_name.removesuffix(".weight")) if tensor_name.endswith(".weight") else None
-            return piece.tensors.get(tensor_name) if q is None else numerics.dequantize(q)
-
-        def rounding(name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-            q = linears.get(name)
-            return None if q is None else numerics.input_rounding(q.scheme, q.input_scale)
-
-        with self._blocks.block(index, dequantized, rounding) as module, fast_products(module):
+        with finished_block(self._blocks, index, piece) as module:
             self._advance(index, module, self.quantized)
         if self.original is not None:
             with self._blocks.block(index) as module, fast_products(module):

@@ -24,7 +24,8 @@ from qforge.scheme import ACTIVATIONS
 @click.option(
     "--kv-cache",
     type=click.Choice(["fp32", "fp16", "bf16", "int8", "fp8"]),
-    help="How keys and values are stored; fp32 (the default) equals the reference; bf16 is multiplied in bf16 too. On a GPU: fp16 (the default), int8, fp8.",
+    help="How keys and values are stored; fp32 equals the reference; bf16 is multiplied in bf16 too. On a GPU: fp16, int8, fp8. The default is fp8 where MODEL has scales for it, "
+    "else fp32, on a GPU fp16.",
 )
 @options.device
 @click.option("--json", "json_path", metavar="FILE", help="Write the figures to a file; - writes only JSON to stdout.")
@@ -54,12 +55,12 @@ def _measure(model: str, kinds: list[str], kv_cache: str | None, device: options
     from qforge.runtime.bench import measure, read_bandwidth
 
     bandwidth = read_bandwidth() if device.name == "cpu" else None
-    runs, kernels, seconds, recorded = [], {}, [], None
+    runs, kernels, seconds, recorded, stored = [], {}, [], None, kv_cache
     for kind in kinds:
         start = time.perf_counter()
         llm = LLM(model, activations=kind, kv_cache=kv_cache, device=device.name, tensor_parallel=device.processes)
         seconds.append(time.perf_counter() - start)
-        kernels[kind], recorded = llm.kernels(), llm.recorded
+        kernels[kind], recorded, stored = llm.kernels(), llm.recorded, llm.kv_cache
         runs.append(measure(llm, kind, bandwidth))
         del llm
     from qforge.stages.outcome import environment
@@ -70,7 +71,7 @@ def _measure(model: str, kinds: list[str], kv_cache: str | None, device: options
         | machine
         | {
             "kernels": kernels,
-            "kv_cache": kv_cache or ("fp32" if device.name == "cpu" else "16 bits"),
+            "kv_cache": stored,
             "device": device.name,
             "tensor_parallel": device.processes,
             "recorded_steps": recorded,

@@ -29,12 +29,12 @@ class RuntimeEngine:
     def __init__(self, model: Model, *, threads: int | None = None, activations: str = "fp", device: str = "cpu", tensor_parallel: int = 1) -> None:
         context = 1 if model.spec is None else model.spec.max_positions
         blocks = max(-(-context // SCORING_BLOCK), WRITING * WRITTEN_BLOCKS) if device == "cpu" else None  # a GPU takes memory at once: as much of this as there is room for
-        said = [f"{activations} activations"] * (activations != "fp") + [f"on {device}"] * (device != "cpu")
-        self.name = f"qforge ({', '.join(said)})" if said else "qforge"
         self._llm = LLM(
             model, activations=activations, threads=threads, device=device, tensor_parallel=tensor_parallel, graphs=False,
             block_size=SCORING_BLOCK, num_blocks=blocks, max_num_seqs=WRITING,
         )  # fmt: skip
+        said = [f"{activations} activations"] * (activations != "fp") + ["fp8 keys and values"] * (self._llm.kv_cache == "fp8") + [f"on {device}"] * (device != "cpu")
+        self.name = f"qforge ({', '.join(said)})" if said else "qforge"
 
     @staticmethod
     def supports(model: Model) -> str | None:

@@ -23,11 +23,10 @@ BATCH_TOKENS = 4096
 class TransformersEngine:
     """A Scorer over a model's (dequantized) weights and transformers' modelling code."""
 
-    name = "transformers"
-
     def __init__(self, model: Model) -> None:
         import transformers
 
+        self.name = "transformers (fp8 keys and values)" if model.kv_scales else "transformers"
         self.version: str = transformers.__version__
         self._blocks = BlockModel(model)
 

@@ -42,5 +42,5 @@ class ArtifactExporter:
         if reason:
             raise UnsupportedError(f"{self.name}: {reason}")
         origin = read_provenance(model.assets) or {"qforge_version": __version__, "model": {"source": Path(model.source).name, "sha256": model.fingerprint()}}
-        write_artifact(folder, model, model.schemes, model.linear, origin, shard_bytes=self.shard_bytes)
+        write_artifact(folder, model, model.schemes, model.linear, origin, kv_scales=model.kv_scales, shard_bytes=self.shard_bytes)
         return sorted(p for p in folder.rglob("*") if p.is_file())

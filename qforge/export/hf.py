@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from qforge.export.card import write_card
 from qforge.export.provenance import PROVENANCE
 from qforge.export.writer import SHARD_BYTES, Piece, write_safetensors
 from qforge.files import atomic_folder, write_text
-from qforge.layouts import checkpoint
+from qforge.layouts import checkpoint, kv_cache
 from qforge.models import assets as asset_files
 from qforge.models import skeleton
 from qforge.models.config import read_json
@@ -26,6 +26,7 @@ from qforge.models.tying import HEAD, shared_table
 from qforge.models.weights import TensorInfo
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
+from qforge.types import KvScales
 
 _T = TypeVar("_T")
 _CHECKED = 1 << 18  # values looked at together: looking at a whole embedding takes several times its memory
@@ -40,6 +41,7 @@ def write_artifact(
     provenance: Mapping[str, Any],
     *,
     changed: Mapping[str, torch.Tensor] | None = None,
+    kv_scales: KvScales = MappingProxyType({}),
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the artifact: `model` with the linears of `schemes` quantized, loadable by transformers as it is. It replaces `folder` when complete.
@@ -51,6 +53,7 @@ def write_artifact(
         linear: gives a quantized linear by module name; called once for each, in the order of the weights.
         provenance: what qforge.json says; no times and no paths, so that equal runs give equal bytes.
         changed: values of tensors that take the place of the model's own, exact in their type (what a transform folded factors into), by name.
+        kv_scales: of keys and values that are to be kept as FP8.
 
     Raises:
         UnsupportedError: the layout cannot hold a scheme.
@@ -61,11 +64,12 @@ def write_artifact(
         raise UnsupportedError(reason)
     table = shared_table(model, schemes)
     config = config_json(model.config, model.dtype, tied=False if HEAD in schemes and table is None else None)
-    if schemes:
+    if schemes or kv_scales:
         tied = None if table is None else (HEAD, table)
-        config["quantization_config"] = checkpoint.quantization_config(schemes, unquantized_linears(model, schemes), model.dtype, tied)
+        config["quantization_config"] = checkpoint.quantization_config(schemes, unquantized_linears(model, schemes), model.dtype, tied, kv_cache=bool(kv_scales))
+    pieces = checkpoint_pieces(model, schemes, lambda n: _packed(model, schemes, linear, n, table), changed or {}, table)
     with atomic_folder(folder) as temporary:
-        write_safetensors(temporary, checkpoint_pieces(model, schemes, lambda n: _packed(model, schemes, linear, n, table), changed or {}, table), shard_bytes=shard_bytes)
+        write_safetensors(temporary, [*pieces, *cache_pieces("compressed-tensors", kv_scales, model.dtype)], shard_bytes=shard_bytes)
         write_json(temporary / "config.json", config)
         copy_assets(model.assets, temporary)
         write_json(temporary / PROVENANCE, dict(provenance))
@@ -73,7 +77,14 @@ def write_artifact(
 
 
 def write_checkpoint(
-    folder: Path, model: Model, packed: Callable[[str], Piece], told: Callable[[], Mapping[str, Mapping[str, Any]]], *, shard_bytes: int, stem: str = "model"
+    folder: Path,
+    model: Model,
+    packed: Callable[[str], Piece],
+    told: Callable[[], Mapping[str, Mapping[str, Any]]],
+    *,
+    shard_bytes: int,
+    stem: str = "model",
+    more: Sequence[Piece] = (),
 ) -> list[Path]:
     """Write a quantized model as a checkpoint in another program's layout; it replaces `folder` when complete.
 
@@ -86,12 +97,13 @@ def write_checkpoint(
         told: content of JSON files by name, what `config.json` says of the quantization among them; asked for when all weights are written.
         shard_bytes: the largest file of weights.
         stem: of the files of weights.
+        more: beside weights.
 
     Returns:
         All files.
     """
     with atomic_folder(folder) as temporary:
-        write_safetensors(temporary, checkpoint_pieces(model, model.schemes, packed), stem=stem, shard_bytes=shard_bytes)
+        write_safetensors(temporary, [*checkpoint_pieces(model, model.schemes, packed), *more], stem=stem, shard_bytes=shard_bytes)
         files = dict(told())
         untied = False if HEAD in model.schemes else None
         write_json(temporary / "config.json", config_json(model.config, model.dtype, tied=untied) | dict(files.pop("config.json", {})))
@@ -147,6 +159,12 @@ def checkpoint_pieces(
     if HEAD in schemes and table is None and f"{HEAD}.weight" not in model.weights.names():
         pieces.append(packed(HEAD))
     return pieces
+
+
+def cache_pieces(method: str, kv_scales: KvScales, dtype: torch.dtype) -> list[Piece]:
+    """Scales of keys and values, as `layouts.kv_cache` has them."""
+    tensors = kv_cache.packed(method, kv_scales, dtype)
+    return [Piece({name: TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}, lambda: tensors)] if tensors else []
 
 
 def weight_shape(model: Model, module: str) -> tuple[int, int]:

@@ -95,6 +95,7 @@ def _directory(path: Path, check: bool) -> dict[str, Any]:
         "quantized_fraction": round(quantized / parameters, 4),
         "quantized_bits_per_weight": round(sum(e["bits_per_weight"] * e["weights"] for e in linears) / quantized, 4) if quantized else None,
         "schemes": _counted([entry["scheme"] for entry in linears]),
+        "kv_cache": {"type": "fp8", "scales": dict(model.kv_scales)} if model.kv_scales else None,
         "tensor_types": _counted([str(i.dtype).removeprefix("torch.") for i in stored]),
         "metadata": {key: getattr(model.config, key, None) for key in _SIZES},
         "linears": linears,
@@ -171,6 +172,8 @@ def summary(found: Mapping[str, Any]) -> Iterator[str]:
     if found["schemes"]:
         of = {"GGUF file": "matrices", "ONNX model": "nodes"}.get(found["kind"], "linears")
         yield f"schemes:    {', '.join(f'{scheme} ({count} {of})' for scheme, count in found['schemes'].items())}"
+    if found.get("kv_cache"):
+        yield f"cache:      keys and values as {found['kv_cache']['type']}, scales for {len(found['kv_cache']['scales'])} layers"
     for kind, names in _kernels(found.get("linears", [])).items():
         yield f"kernels:    {names} with --activations {kind}"
     if found.get("runtime", {}).get("reason"):

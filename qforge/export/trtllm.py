@@ -10,8 +10,9 @@ import torch
 
 from qforge import __version__
 from qforge.errors import UnsupportedError
-from qforge.export.hf import older_rope, packed_linear, unquantized_linears, weight_shape, write_checkpoint
+from qforge.export.hf import cache_pieces, older_rope, packed_linear, unquantized_linears, weight_shape, write_checkpoint
 from qforge.export.writer import SHARD_BYTES, Piece
+from qforge.layouts.kv_cache import ALGORITHM
 from qforge.layouts.trtllm import FILE, TrtLlm
 from qforge.models.model import Model
 from qforge.models.tying import HEAD
@@ -56,13 +57,14 @@ class TrtLlmExporter:
             return packed_linear(model, module, layout.shapes(model.schemes[module], *weight_shape(model, module)), layout.pack)
 
         told = {"config.json": older_rope(model.config), FILE: settings(model)}
-        return write_checkpoint(folder, model, packed, lambda: told, shard_bytes=self.shard_bytes)
+        return write_checkpoint(folder, model, packed, lambda: told, shard_bytes=self.shard_bytes, more=cache_pieces("trtllm", model.kv_scales, torch.float32))
 
 
 def settings(model: Model) -> dict[str, Any]:
     """What `hf_quant_config.json` says."""
     scheme = next(iter(model.schemes.values()))
-    told: dict[str, Any] = {"quant_algo": TrtLlm.algorithm(scheme), "kv_cache_quant_algo": None, "exclude_modules": unquantized_linears(model, model.schemes)}
+    cache = ALGORITHM if model.kv_scales else None
+    told: dict[str, Any] = {"quant_algo": TrtLlm.algorithm(scheme), "kv_cache_quant_algo": cache, "exclude_modules": unquantized_linears(model, model.schemes)}
     if scheme.bits == 4:
         told |= {"group_size": scheme.granularity.columns, "has_zero_point": False, "pre_quant_scale": True}
     elif scheme.granularity.rows > 1:

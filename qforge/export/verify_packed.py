@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from qforge import numerics
+from qforge.layouts import kv_cache
 from qforge.models.model import Model
 from qforge.qlinear import QuantizedLinear
 from qforge.types import Verification
@@ -29,12 +30,16 @@ def others(model: Model) -> set[str]:
 def verify_packed(format_name: str, folder: Path, model: Model) -> tuple[list[Verification], list[str]]:
     """Read a checkpoint back; see `verify.verify`."""
     unequal, seen = [], set()
+    scales = kv_cache.packed("trtllm", model.kv_scales, torch.float32) if format_name == "trtllm" else {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as f:
             names = set(f.keys())
             for name in sorted(names):
                 module, _, part = name.rpartition(".")
-                if module in model.schemes and part != "bias":
+                if name in scales:
+                    equal = torch.equal(f.get_tensor(name), scales[name])
+                    seen.add(name)
+                elif module in model.schemes and part != "bias":
                     if part != "weight":
                         continue
                     seen.add(module)
@@ -44,7 +49,7 @@ def verify_packed(format_name: str, folder: Path, model: Model) -> tuple[list[Ve
                     seen.add(name)
                 if not equal:
                     unequal.append(name)
-    wrong = [*unequal, *sorted({*model.schemes, *others(model)} - seen)]
+    wrong = [*unequal, *sorted({*model.schemes, *others(model), *scales} - seen)]
     note = f"unequal or missing: {', '.join(wrong[:3])}" if wrong else None
     return [Verification("qforge's second unpacking of what safetensors reads", version("safetensors"), weights_equal=not wrong, note=note)], [FORMATS[format_name]]
 

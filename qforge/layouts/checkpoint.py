@@ -11,6 +11,7 @@ from qforge.layouts import bitsandbytes, compressed_tensors_config
 from qforge.layouts.bitsandbytes import BitsAndBytes
 from qforge.layouts.compressed_tensors import CompressedTensors, scale_dtype_for
 from qforge.layouts.compressed_tensors_config import dequantized_on_loading
+from qforge.layouts.kv_cache import SCHEME
 from qforge.scheme import Number, Scheme
 
 
@@ -39,8 +40,16 @@ def layout_for(scheme: Scheme, schemes: Mapping[str, Scheme], model_dtype: torch
     return CompressedTensors(scale_dtype_for(scheme, model_dtype), padded_zeros=not dequantized_on_loading(schemes.values()))
 
 
-def quantization_config(schemes: Mapping[str, Scheme], ignored: Sequence[str], model_dtype: torch.dtype, tied: tuple[str, str] | None = None) -> dict[str, Any]:
-    """The `quantization_config` of config.json; see the layouts. `tied`: the output head and the embedding with which it shares its codes."""
+def quantization_config(
+    schemes: Mapping[str, Scheme], ignored: Sequence[str], model_dtype: torch.dtype, tied: tuple[str, str] | None = None, *, kv_cache: bool = False
+) -> dict[str, Any]:
+    """The `quantization_config` of config.json; see the layouts.
+
+    Args:
+        tied: the output head and the embedding with which it shares its codes.
+        kv_cache: whether keys and values have scales.
+    """
     if any(s.number is Number.NF4 for s in schemes.values()):
         return bitsandbytes.quantization_config(schemes, ignored, model_dtype)
-    return compressed_tensors_config.quantization_config(schemes, ignored, tied)
+    config = compressed_tensors_config.quantization_config(schemes, ignored, tied)
+    return config | ({"kv_cache_scheme": SCHEME} if kv_cache else {})

@@ -29,7 +29,7 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Sequence[str], t
     """The `quantization_config` of config.json.
 
     Args:
-        schemes: the scheme of each quantized linear, by module name; not empty.
+        schemes: the scheme of each quantized linear, by module name; empty where only keys and values are to be rounded.
         ignored: module names of the linears that are not quantized, the output head included.
         tied: the output head among them and the embedding with which it shares its codes (`table_problem` of its scheme is None); None where it has codes of its own, or none.
     """
@@ -52,7 +52,7 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Sequence[str], t
             targets.append(_EXPERTS_TARGET)  # by which transformers 5.23 knows the group that its fused experts are in
         groups[f"group_{i}"] = _group(scheme, targets, padded_zeros=not dequantized)
     formats = {format_of(s) for s in ordered}
-    config = _config(groups, formats.pop() if len(formats) == 1 else "mixed-precision", ignored)
+    config = _config(groups, formats.pop() if len(formats) == 1 else "mixed-precision" if formats else "dense", ignored)
     return config | ({"dequantize": True} if dequantized else {})
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,10 @@ from torch import nn
 from qforge import numerics
 from qforge.errors import UnsupportedError
 from qforge.models import experts
+from qforge.models.key_values import Passing, rounded_cache
 from qforge.models.model import Model
 
+_CACHE = "past_key_values"
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -35,7 +38,7 @@ class Call:
 
 
 class BlockModel:
-    """Decoder blocks of one model, to be run one after the other. Where the model's own schemes say that a linear rounds its input, it does.
+    """Decoder blocks of one model, to be run one after the other. Where the model's own schemes say that a linear rounds its input, it does; and so do caches of keys and values.
 
     Attributes:
         num_blocks: decoder blocks.
@@ -66,6 +69,7 @@ class BlockModel:
         self.routers = {experts.stored_module(self._stored, name): shape for name, shape in experts.routers(self._module).items()}
         chosen = getattr(model.config, "num_experts_per_tok", None)
         self.experts = {experts.stored_module(self._stored, name): 1.0 if chosen is None else chosen / count for name, count in experts.linears(self._module).items()}
+        self._kv_scales = [next((s for n, s in model.kv_scales.items() if n.startswith(f"{block}.")), None) for block in self.block_names]
         self._calls: dict[tuple[int, int], list[Call]] = {}
 
     def stored_dtype(self, name: str) -> torch.dtype:
@@ -138,13 +142,22 @@ class BlockModel:
         static = scheme is not None and scheme.activations is not None and scheme.activations.static
         return numerics.input_rounding(scheme, self._model.linear(name).input_scale if static else None)
 
-    def run(self, index: int, module: nn.Module, hidden: torch.Tensor, *, gradients: bool = False) -> torch.Tensor:
-        """One block forward, `[B, T, D] -> [B, T, D]`, called as the model itself calls it for windows of this shape (`embed` first); differentiable with `gradients`."""
-        call = self._calls[(int(hidden.shape[0]), int(hidden.shape[1]))][index]
+    def run(self, index: int, module: nn.Module, hidden: torch.Tensor, *, gradients: bool = False, cache: Passing | None = None) -> torch.Tensor:
+        """One block forward, `[B, T, D] -> [B, T, D]`, called as the model itself calls it for windows of this shape (`embed` first); differentiable with `gradients`.
+
+        `cache`: what keys and values pass through, instead of what the model's own scales of them say.
+        """
+        call, scales = self._calls[(int(hidden.shape[0]), int(hidden.shape[1]))][index], self._kv_scales[index]
+        if cache is None and scales is not None:
+            cache = rounded_cache(scales)
         with torch.set_grad_enabled(gradients):
-            out = module(hidden, *call.args, **call.kwargs)
+            out = module(hidden, *call.args, **(call.kwargs if cache is None else call.kwargs | {_CACHE: cache}))
         result: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return result
+
+    def caches(self) -> bool:
+        """Whether all blocks take a cache of keys and values as transformers 5 gives it."""
+        return all(_CACHE in inspect.signature(type(block).forward).parameters for block in self._blocks)
 
     @contextlib.contextmanager
     def head(self, replace: Callable[[str], torch.Tensor | None] = lambda name: None, *, gradients: bool = False) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:

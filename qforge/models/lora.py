@@ -109,7 +109,7 @@ def with_adapters(model: Model, adapters: Sequence[tuple[str, float]], *, folder
     merged = Merged(base, changes, digest(*(f"{a.sha256}*{a.weight!r}" for a in read)))
     assets = merged_assets(model, folders, config.vocab_size)
     reports = tuple(_report(a, merged, notes) for a in read)
-    return replace(model, config=config, spec=model_spec(config), weights=Cast(merged, model.dtype), schemes={}, assets=assets, adapters=(*model.adapters, *reports))
+    return replace(model, config=config, spec=model_spec(config), weights=Cast(merged, model.dtype), schemes={}, kv_scales={}, assets=assets, adapters=(*model.adapters, *reports))
 
 
 def _refuse_unclear(adapters: Sequence[Adapter]) -> None:

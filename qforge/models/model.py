@@ -22,7 +22,7 @@ from qforge.models.spec import model_spec
 from qforge.models.weights import Cast, Renamed, WeightSource, digest
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
-from qforge.types import ModelSpec
+from qforge.types import KvScales, ModelSpec
 
 if TYPE_CHECKING:
     from qforge.models.adapter import AdapterReport
@@ -43,6 +43,7 @@ class Model:
         dtype: in which unquantized tensors are stored.
         assets: folder with tokenizer, chat template and generation config.
         schemes: quantized linears by module name (without `.weight`); empty for a plain model.
+        kv_scales: where a checkpoint says that keys and values are kept as FP8 E4M3; else empty.
         adapters: what `with_adapters` merged.
     """
 
@@ -53,6 +54,7 @@ class Model:
     dtype: torch.dtype
     assets: Path
     schemes: Mapping[str, Scheme] = field(default_factory=dict)
+    kv_scales: KvScales = field(default_factory=dict)
     adapters: tuple[AdapterReport, ...] = ()
     trust_remote_code: bool = False
 
@@ -116,13 +118,16 @@ def _open_directory(source: str, path: Path, dtype: str, trust_remote_code: bool
         raise ModelError(f"{path}: config.json tells of {many}; no model has more than {_MOST_EXPERTS:,} experts in a layer")
     skeleton = skeletons.build(config, trust_remote_code=trust_remote_code)
     schemes: Mapping[str, Scheme] = {}
+    kv_scales: KvScales = {}
     stored: WeightSource = shards
     exact: set[str] = set()
     if quantization is not None:
         from qforge.models.quantized import QuantizedSource
 
         stored = quantized = QuantizedSource(shards, quantization, skeleton, str(path))
-        schemes = quantized.schemes
+        schemes, kv_scales = quantized.schemes, quantized.kv_scales
+        if kv_scales and len(kv_scales) != config.num_hidden_layers:
+            raise ModelError(f"{path}: keys and values are kept as FP8, but {len(kv_scales)} of {config.num_hidden_layers} layers have scales for them")
         exact = {f"{name}.weight" for name in (*schemes, quantized.table)}
     stored = skeletons.fitted(stored, skeleton, config, str(path))
     asset_files.check_tokenizer(path)
@@ -130,7 +135,7 @@ def _open_directory(source: str, path: Path, dtype: str, trust_remote_code: bool
     config.dtype = chosen
     if dtype != "auto" or not schemes:
         stored = Cast(stored, chosen, keep=exact)
-    return Model(source, config, model_spec(config), stored, chosen, path, schemes, trust_remote_code=trust_remote_code)
+    return Model(source, config, model_spec(config), stored, chosen, path, schemes, kv_scales, trust_remote_code=trust_remote_code)
 
 
 def _own_dtype(config: PretrainedConfig, shards: WeightSource) -> torch.dtype:

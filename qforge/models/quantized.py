@@ -9,7 +9,7 @@ import torch
 
 from qforge import numerics
 from qforge.errors import ModelError
-from qforge.layouts import ascend, autoawq, autogptq, bitsandbytes, mlx, trtllm
+from qforge.layouts import ascend, autoawq, autogptq, bitsandbytes, kv_cache, mlx, trtllm
 from qforge.layouts.ascend import Ascend
 from qforge.layouts.autoawq import AutoAwq
 from qforge.layouts.autogptq import AutoGptq
@@ -23,6 +23,7 @@ from qforge.models.skeleton import Skeleton
 from qforge.models.weights import TensorInfo, WeightSource, listed
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
+from qforge.types import KvScales
 
 _HEAD = "lm_head"
 _MARKS = {
@@ -37,7 +38,8 @@ _READABLE = ("compressed-tensors", *_MARKS)
 
 
 class QuantizedSource:
-    """Tensors of a quantized checkpoint; `schemes` says which linears are quantized, and how; `table` names the embedding that holds the codes of a tied head, if one does."""
+    """Tensors of a quantized checkpoint; `schemes` says which linears are quantized, and how; `table` names the embedding that holds the codes of a tied head, if one does;
+    `kv_scales` are those of keys and values that are kept as FP8."""
 
     def __init__(self, source: WeightSource, config: Mapping[str, Any], skeleton: Skeleton, origin: str) -> None:
         """Find the quantized linears.
@@ -54,11 +56,14 @@ class QuantizedSource:
         self._origin = origin
         self._shapes = skeleton.shapes
         self._layout, self.schemes = _described(source, config, skeleton, origin)
+        self.kv_scales, cached = _kv_scales(source, config, origin)
         self._parts: dict[str, list[str]] = {name: [] for name in self.schemes}
         self._plain: list[str] = []
         self.table = _table(skeleton, set(source.names()))
         for name in source.names():
             module, local = _parts(name)
+            if name in cached:
+                continue
             if module == self.table is not None:
                 self._parts[_HEAD].append(local)
             elif self.table is not None and module == _HEAD:
@@ -129,6 +134,18 @@ def _table(skeleton: Skeleton, held: set[str]) -> str | None:
     return table if f"{table}.weight_scale" in held and f"{_HEAD}.weight" not in held else None
 
 
+def _kv_scales(source: WeightSource, config: Mapping[str, Any], origin: str) -> tuple[KvScales, set[str]]:
+    """Scales of keys and values, and the names of their tensors."""
+    method = str(config["quant_method"]).lower()
+    try:
+        if not kv_cache.described(method, config):
+            return {}, set()
+        scales = kv_cache.unpacked(method, source.names(), source.read)
+    except ModelError as e:
+        raise ModelError(f"{origin}: {e}") from e
+    return scales, set(kv_cache.names(method, scales))
+
+
 def _parts(name: str) -> tuple[str, str]:
     """Module and local name of a stored tensor; bitsandbytes' local names have dots (`weight.absmax`)."""
     module, inside, local = name.partition(".weight.")
@@ -175,9 +192,11 @@ def _by_method(method: str, config: Mapping[str, Any], quantized: list[str], sou
 
 
 def _compressed(config: Mapping[str, Any], held: set[str], skeleton: Skeleton, origin: str) -> dict[str, Scheme]:
-    for key in ("sparsity_config", "transform_config", "kv_cache_scheme"):
+    for key in ("sparsity_config", "transform_config"):
         if config.get(key) and config[key] != {"format": "dense"}:
             raise ModelError(f"{origin}: quantization_config has a {key}, which qforge does not read yet")
+    if not config.get("config_groups") and kv_cache.described("compressed-tensors", config):
+        return {}
     tied_away = {name.removesuffix(".weight") for name in skeleton.tied} - {name.rpartition(".")[0] for name in held}
     schemes = read_config(config, [name for name in skeleton.linears if name not in tied_away])
     bare = [name for name in schemes if f"{name}.weight_scale" not in held]

@@ -117,7 +117,7 @@ def rotated(model: Model) -> Model:
     config = copy.deepcopy(model.config)
     config.tie_word_embeddings = False
     weights = Turned(model.weights, turns)
-    turned = replace(model, config=config, spec=model_spec(config), weights=weights, schemes={})
+    turned = replace(model, config=config, spec=model_spec(config), weights=weights, schemes={}, kv_scales={})
     _check(blocks, BlockModel(turned))
     return replace(turned, weights=Cast(weights, model.dtype))
 

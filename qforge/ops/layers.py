@@ -10,21 +10,27 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from qforge.ops.native_cache import LANES
+from qforge import numerics
+from qforge.ops.native_cache import LANES, Scales
+from qforge.scheme import Granularity, Number, Per, Scheme
+
+_FP8 = Scheme(Number.FP8_E4M3, Granularity(Per.TENSOR))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
-    """Keys and values of one layer (kernels/include/qforge/layers.h).
+    """Keys and values of one layer (kernels/include/qforge/layers.h): fp32, or codes of E4M3.
 
     Attributes:
-        keys: `[B, K, block_size / 16, D, 16]` fp32.
-        values: `[B, K, block_size, D up to a multiple of 16]` fp32.
+        keys: `[B, K, block_size / 16, D, 16]`.
+        values: `[B, K, block_size, D up to a multiple of 16]`.
+        scales: of all keys and all values, where they are codes.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     head_dim: int
+    scales: Scales | None = None
 
     @property
     def block_size(self) -> int:
@@ -80,18 +86,22 @@ class TorchLayers:
         cos, sin = (t[batch.positions].unsqueeze(1) for t in rope)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         block, offset = batch.slots // cache.block_size, batch.slots % cache.block_size
-        cache.keys[block, :, offset // LANES, :, offset % LANES] = k
-        cache.values[block, :, offset, : a.head_dim] = v
+        cache.keys[block, :, offset // LANES, :, offset % LANES] = k if cache.scales is None else _codes(k, cache.scales[0])
+        cache.values[block, :, offset, : a.head_dim] = v if cache.scales is None else _codes(v, cache.scales[1])
         starts = batch.query_starts.tolist()
         parts = [_attend(q[i:j], batch.positions[i:j], table, a, cache) for i, j, table in zip(starts, starts[1:], batch.block_tables, strict=False)]
         return torch.cat(parts).reshape(len(qkv), -1)
 
-    def cache(self, blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> LayerCache:
-        """An empty cache of one layer; memory is taken from the system only when a page is first written."""
+    def cache(self, blocks: int, block_size: int, num_kv_heads: int, head_dim: int, scales: Scales | None = None) -> LayerCache:
+        """An empty cache of one layer, of FP8 E4M3 where `scales` are given; memory is taken from the system only when a page is first written."""
         assert block_size % LANES == 0, block_size
-        wide = -(-head_dim // LANES) * LANES
-        keys = np.zeros((blocks, num_kv_heads, block_size // LANES, head_dim, LANES), np.float32)
-        return LayerCache(torch.from_numpy(keys), torch.from_numpy(np.zeros((blocks, num_kv_heads, block_size, wide), np.float32)), head_dim)
+        wide, dtype = -(-head_dim // LANES) * LANES, np.float32 if scales is None else np.uint8
+        keys = np.zeros((blocks, num_kv_heads, block_size // LANES, head_dim, LANES), dtype)
+        return LayerCache(torch.from_numpy(keys), torch.from_numpy(np.zeros((blocks, num_kv_heads, block_size, wide), dtype)), head_dim, scales)
+
+
+def _codes(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return numerics.encode(x, torch.tensor(scale), None, _FP8)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -109,5 +119,7 @@ def _attend(q: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, a: At
     seen = place <= positions[:, None]
     if a.window:
         seen &= place > positions[:, None] - a.window
+    if cache.scales is not None:
+        k, v = (numerics.decode(codes, torch.tensor(scale), None, _FP8) for codes, scale in zip((k, v), cache.scales, strict=True))
     y = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], attn_mask=seen, scale=a.scale, enable_gqa=True)
     return y[0].transpose(0, 1)

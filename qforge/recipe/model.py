@@ -112,6 +112,11 @@ class QuantizeSection(Section):
     )
     ignore: Annotated[tuple[Text, ...], Listed] = Field(("lm_head",), description="Layers that stay unquantized: names or patterns.")
     overrides: Annotated[tuple[OverrideSection, ...], Listed] = Field((), description="Other schemes for some layers; the last match wins.")
+    kv_cache: Literal["fp8"] | None = Field(
+        None,
+        description="fp8: keep keys and values as FP8 E4M3, one scale for all keys of a layer and one for all values, calibrated on the quantized model; null leaves them "
+        "to what runs the model.",
+    )
     options: OptionsSection = Field(OptionsSection(), description="Fine control of the method.")
 
     @model_validator(mode="before")

@@ -30,6 +30,7 @@ quantize:
   ignore: [lm_head]         # names or patterns of layers that stay as they are
   # overrides:              # other schemes for some layers
   #   - {match: "*.down_proj", scheme: int8-g64-sym}
+  kv_cache: null            # fp8: keys and values, too, with calibrated scales (vLLM and the built-in runtime keep them so)
   options:
     damping: 0.2
     act_order: true

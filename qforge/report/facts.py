@@ -144,6 +144,8 @@ def _sizes(results: Mapping[str, Any]) -> Table:
     if artifact.get("size_ratio") is not None:
         rows.append(("size ratio of the weights", percent(artifact["size_ratio"], 1)))
     rows.append(("bits per weight, quantized layers", number(artifact.get("bits_per_weight"), 3)))
+    if artifact.get("kv_cache"):
+        rows.append(("keys and values", f"{artifact['kv_cache']['type']}, scales calibrated for {len(artifact['kv_cache']['scales'])} layers"))
     if artifact.get("bits_per_parameter") is not None:
         rows.append(("bits per parameter, whole model", number(artifact["bits_per_parameter"], 3)))
     schemes = ", ".join(f"{count} x {scheme}" for scheme, count in _schemes(results).items())

@@ -31,12 +31,17 @@ def supports(spec: ModelSpec | None) -> str | None:
 
 
 class Decoder:
-    """A `Runner`: right everywhere, and slow. Its bits may depend on how a prompt is cut into steps."""
+    """A `Runner`: right everywhere, and slow. Its bits may depend on how a prompt is cut into steps.
 
-    def __init__(self, weights: Weights, *, num_blocks: int, block_size: int) -> None:
+    Args:
+        kv_cache: `fp32`, or `fp8` where the model has scales for it.
+    """
+
+    def __init__(self, weights: Weights, *, num_blocks: int, block_size: int, kv_cache: str = "fp32") -> None:
         self.spec, self._weights, self._ops = weights.spec, weights, TorchLayers()
         self._ropes = {r: RopeTable(rope.inverse_frequencies(r, self.spec.head_dim).numpy()) for r in dict.fromkeys(self.spec.layer_ropes)}
-        self._caches = [self._ops.cache(num_blocks, block_size, self.spec.num_kv_heads, self.spec.head_dim) for _ in weights.layers]
+        scales = self.spec.kv_scales if kv_cache == "fp8" else [None] * len(weights.layers)
+        self._caches = [self._ops.cache(num_blocks, block_size, self.spec.num_kv_heads, self.spec.head_dim, s) for s in scales]
 
     @torch.inference_mode()
     def step(self, step: StepInput) -> torch.Tensor:

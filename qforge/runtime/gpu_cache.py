@@ -22,9 +22,14 @@ def stored(kind: str | None, dtype: torch.dtype, device: torch.device) -> torch.
     if kind is not None and kind not in TYPES:
         raise UnsupportedError(f"a key/value cache of '{kind}' is not kept on a GPU; use one of {', '.join(TYPES)}")
     wanted = TYPES["fp16" if kind is None else kind] or dtype
-    if wanted is torch.float8_e4m3fn and not interpreted() and capability(device) < _FLOAT8:
+    if wanted is torch.float8_e4m3fn and not has_float8(device):
         raise MissingCapabilityError("a key/value cache of 'fp8' needs a GPU of compute capability 8.9 or later; use int8")
     return wanted
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether a card has e4m3."""
+    return interpreted() or capability(device) >= _FLOAT8
 
 
 def bytes_per_token(dtype: torch.dtype, num_kv_heads: int, head_dim: int) -> int:

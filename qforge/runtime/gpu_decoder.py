@@ -38,7 +38,8 @@ class GpuDecoder:
         if place.device.type == "cuda":
             torch.cuda.set_device(place.device)  # Triton launches on the current one
         spec, reach = self.spec, min(self.spec.max_positions, num_blocks * block_size)
-        self._caches = [empty_cache(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, stored, place.device) for _ in weights.layers]
+        scales = spec.kv_scales if stored is torch.float8_e4m3fn and spec.kv_scales else [None] * len(weights.layers)
+        self._caches = [empty_cache(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, stored, place.device, s) for s in scales]
         self._ropes = {r: self._table(rope.inverse_frequencies(r, spec.head_dim), reach) for r in dict.fromkeys(spec.layer_ropes)}
         self.graphs: DecodeGraphs | None = None
         if capture is not None:

@@ -42,7 +42,8 @@ class LLM:
         max_num_seqs: most sequences that run at once; None: 32, on a GPU 128.
         max_step_tokens: most tokens of one step; longer prompts are computed in pieces. None: 512, on a GPU 2048.
         kv_cache: how keys and values are stored: `fp32` (results equal the reference), `fp16` or `bf16` (half the memory; bf16 is multiplied in bf16 too, fast where the CPU can),
-            `int8` (a quarter), `fp8` (on a GPU, which keeps neither fp32 nor bf16 by name). None: `fp32`, on a GPU the 16-bit type of activations.
+            `int8` (a quarter), `fp8` (E4M3, a quarter); a GPU keeps neither fp32 nor bf16 by name. None: `fp8` where the checkpoint has scales for it, else `fp32`, on a GPU the
+            16-bit type of activations. fp8 takes the checkpoint's scales, else each key and each value has one of its own, as in int8.
         device: `cpu`, `cuda` or `cuda:N`: a GPU runs with activations in 16 bits, fp16 for models stored in fp16 or fp32, else bf16.
         graphs: on a GPU, record decode steps as CUDA graphs when the model is loaded.
         tensor_parallel: processes that share the model, each with its part of every weight and of the cache: on GPUs one each (`device: cuda` takes the first N). They are
@@ -66,6 +67,7 @@ class LLM:
         how = How(activations, threads, kv_cache, graphs)
         self._opened, made = open_shared(model, where, how, tensor_parallel) if tensor_parallel > 1 else open_whole(model, where, how)
         self.runner, self.num_blocks, self.recorded, self.cache_token_bytes = made.runner, made.num_blocks, made.recorded, made.token_bytes
+        self.kv_cache = made.kv_cache
         self.max_context = self._opened.spec.max_positions
         self._block_size, self._max_num_seqs, self._max_step_tokens = block_size, where.max_num_seqs, where.max_step_tokens
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from qforge.errors import UnsupportedError
+from qforge.errors import ModelError, UnsupportedError
 from qforge.models.model import Model
 from qforge.models.tying import HEAD, shared_table
 from qforge.ops.layers import AttentionParameters
@@ -27,9 +28,24 @@ def read(model: Model, place: Place | None = None) -> Weights:
     reason = supports(model.spec)
     if reason is not None or model.spec is None:
         raise UnsupportedError(f"'{model.source}' cannot run on the built-in runtime: {reason}; transformers loads it as it is, and eval --engine transformers measures it")
-    reader = Reader(model, model.spec, place or Host())
-    layers = [reader.layer(i) for i in range(model.spec.num_layers)]
-    return Weights(model.spec, layers, reader.norm("model.norm"), reader.head())
+    spec = with_kv_scales(model, model.spec)
+    reader = Reader(model, spec, place or Host())
+    layers = [reader.layer(i) for i in range(spec.num_layers)]
+    return Weights(spec, layers, reader.norm("model.norm"), reader.head())
+
+
+def with_kv_scales(model: Model, spec: ModelSpec) -> ModelSpec:
+    """The same with the scales of keys and values that the checkpoint has.
+
+    Raises:
+        ModelError: they are not those of the model's layers.
+    """
+    if not model.kv_scales:
+        return spec
+    modules = [f"model.layers.{i}.self_attn" for i in range(spec.num_layers)]
+    if set(modules) != set(model.kv_scales):
+        raise ModelError(f"'{model.source}' has no scales of keys and values for {sorted(set(modules) - set(model.kv_scales))[0]}")
+    return replace(spec, kv_scales=tuple(model.kv_scales[module] for module in modules))
 
 
 class Reader:

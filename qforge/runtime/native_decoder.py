@@ -29,7 +29,7 @@ class NativeDecoder:
     """A `Runner`.
 
     Args:
-        kv_cache: how keys and values are stored: `fp32`, `fp16`, `bf16` or `int8` (a scale for each key and each value).
+        kv_cache: how keys and values are stored: `fp32`, `fp16`, `bf16`, `int8` (a scale for each key and each value) or `fp8` (the model's scales; else as int8).
     """
 
     def __init__(self, model: NativeModel, *, num_blocks: int, block_size: int, threads: int | None = None, kv_cache: str = "fp32") -> None:
@@ -38,9 +38,10 @@ class NativeDecoder:
         self.spec, self._model, self._native = spec, model, native
         self._tables = [RopeTable(f.view(np.float32)) for f in model.frequencies]
         try:
-            self._caches = [NativeCache(kv_cache, num_blocks, block_size, spec.num_kv_heads, spec.head_dim) for _ in model.layers]
+            scales = spec.kv_scales or [None] * len(model.layers)
+            self._caches = [NativeCache(kv_cache, num_blocks, block_size, spec.num_kv_heads, spec.head_dim, s) for s in scales]
         except (MemoryError, ValueError) as e:  # numpy's words for more than there is, and for more than can be addressed
-            need = num_blocks * block_size * len(model.layers) * bytes_per_token(kv_cache, spec.num_kv_heads, spec.head_dim)
+            need = num_blocks * block_size * len(model.layers) * bytes_per_token(kv_cache, spec.num_kv_heads, spec.head_dim, calibrated=bool(spec.kv_scales))
             raise UnsupportedError(
                 f"a key/value cache of {num_blocks * block_size} tokens takes {need / 2**30:,.1f} GiB, more than there is here; free memory, or give LLM a smaller num_blocks"
             ) from e

@@ -146,4 +146,5 @@ def _part(told: list[Any], buffer: Callable[[list[int] | None], Buffer | None]) 
 
 def _spec(told: dict[str, Any]) -> ModelSpec:
     ropes = tuple(RopeSpec(r["theta"], r["kind"], tuple((n, v) for n, v in r["parameters"])) for r in told["layer_ropes"])
-    return ModelSpec(**{**told, "layer_windows": tuple(told["layer_windows"]), "layer_ropes": ropes})
+    scales = tuple((key, value) for key, value in told["kv_scales"])
+    return ModelSpec(**{**told, "layer_windows": tuple(told["layer_windows"]), "layer_ropes": ropes, "kv_scales": scales})

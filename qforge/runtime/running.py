@@ -16,8 +16,6 @@ from qforge.runtime.opening import Opened, of_model, open_source
 from qforge.runtime.step import Runner
 
 if TYPE_CHECKING:
-    import torch
-
     from qforge.models.model import Model
     from qforge.runtime.places import Gpu
 
@@ -52,12 +50,14 @@ class Running:
 
     Attributes:
         token_bytes: of the cache, for one token in all layers.
+        kv_cache: how keys and values are stored.
         recorded: of decode steps recorded at the start: their sizes, and the seconds that it took; None without.
     """
 
     runner: Runner
     num_blocks: int
     token_bytes: int
+    kv_cache: str
     recorded: dict[str, Any] | None = None
 
 
@@ -99,17 +99,28 @@ def check_device(device: str, activations: str, kv_cache: str | None) -> None:
     lacking = present.missing(device)
     if lacking is not None:
         raise MissingCapabilityError(f"device '{device}' cannot be used: {lacking}")
-    _stored(kv_cache, torch.float16, torch.device(device))
+    from qforge.runtime import gpu_cache
+
+    gpu_cache.stored(kv_cache, torch.float16, torch.device(device))
+
+
+def cache_kind(opened: Opened, kv_cache: str | None) -> str:
+    """How keys and values are stored: as asked for; else as FP8 where the checkpoint has scales for it (and the GPU the type), as activations where not."""
+    if opened.place is None:
+        return kv_cache or ("fp8" if opened.spec.kv_scales else "fp32")
+    from qforge.runtime import gpu_cache
+
+    return kv_cache or ("fp8" if opened.spec.kv_scales and gpu_cache.has_float8(opened.place.device) else "fp16")
 
 
 def token_bytes(opened: Opened, kv_cache: str | None) -> int:
     """Bytes of the cache for one token in all layers."""
-    spec, place = opened.spec, opened.place
+    spec, place, kind = opened.spec, opened.place, cache_kind(opened, kv_cache)
     if place is None:
-        return spec.num_layers * bytes_per_token(kv_cache or "fp32", spec.num_kv_heads, spec.head_dim)
+        return spec.num_layers * bytes_per_token(kind, spec.num_kv_heads, spec.head_dim, calibrated=bool(spec.kv_scales))
     from qforge.runtime import gpu_cache
 
-    return spec.num_layers * gpu_cache.bytes_per_token(_stored(kv_cache, place.dtype, place.device), spec.num_kv_heads, spec.head_dim)
+    return spec.num_layers * gpu_cache.bytes_per_token(gpu_cache.stored(kind, place.dtype, place.device), spec.num_kv_heads, spec.head_dim)
 
 
 def blocks_for(opened: Opened, where: Limits, kv_cache: str | None) -> int:
@@ -147,28 +158,24 @@ def running(opened: Opened, where: Limits, blocks: int, how: How) -> Running:
     """
     if opened.place is not None:
         return _on_gpu(opened, opened.place, where, blocks, how)
-    kind, each = how.kv_cache or "fp32", token_bytes(opened, how.kv_cache)
+    kind, each = cache_kind(opened, how.kv_cache), token_bytes(opened, how.kv_cache)
     if isinstance(opened.weights, NativeModel):
-        return Running(NativeDecoder(opened.weights, threads=how.threads, num_blocks=blocks, block_size=where.block_size, kv_cache=kind), blocks, each)
-    if kind != "fp32":
+        return Running(NativeDecoder(opened.weights, threads=how.threads, num_blocks=blocks, block_size=where.block_size, kv_cache=kind), blocks, each, kind)
+    if kind != "fp32" and not (kind == "fp8" and opened.spec.kv_scales):
         raise UnsupportedError(f"a key/value cache of '{kind}' needs the native kernels, and {missing()}; use fp32")
     from qforge.runtime.decoder import Decoder
 
-    return Running(Decoder(opened.weights, num_blocks=blocks, block_size=where.block_size), blocks, each)
+    return Running(Decoder(opened.weights, num_blocks=blocks, block_size=where.block_size, kv_cache=kind), blocks, each, kind)
 
 
 def _on_gpu(opened: Opened, place: Gpu, where: Limits, blocks: int, how: How) -> Running:
+    from qforge.runtime import gpu_cache
     from qforge.runtime.decode_graphs import cuda_capture
     from qforge.runtime.gpu_decoder import GpuDecoder
 
     assert not isinstance(opened.weights, NativeModel)
-    capture, stored = cuda_capture() if how.graphs else None, _stored(how.kv_cache, place.dtype, place.device)
+    kind = cache_kind(opened, how.kv_cache)
+    capture, stored = cuda_capture() if how.graphs else None, gpu_cache.stored(kind, place.dtype, place.device)
     runner = GpuDecoder(opened.weights, place, num_blocks=blocks, block_size=where.block_size, stored=stored, max_num_seqs=where.max_num_seqs, capture=capture)
     recorded = None if runner.graphs is None else {"sizes": list(runner.graphs.sizes), "seconds": runner.graphs.seconds}
-    return Running(runner, blocks, token_bytes(opened, how.kv_cache), recorded)
-
-
-def _stored(kv_cache: str | None, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    from qforge.runtime import gpu_cache
-
-    return gpu_cache.stored(kv_cache, dtype, device)
+    return Running(runner, blocks, token_bytes(opened, how.kv_cache), kind, recorded)

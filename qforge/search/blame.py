@@ -20,6 +20,7 @@ from qforge.engines.base import Scorer, chunks
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.evaluate.scores import PairScores, score_windows
 from qforge.models.blocks import BlockModel
+from qforge.models.key_values import Passing, unrounded
 from qforge.models.model import Model
 from qforge.types import Blame, BlameResult
 
@@ -28,6 +29,7 @@ DEEP = 3  # blocks that are taken apart
 PIECES = 16  # into which a linear is taken apart, at most
 SMALL = 0.1  # a share that points at nothing
 OUTSIDE = "everything outside of the blocks"
+CACHE = "keys and values (fp8)"
 _NO_MATTER = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "quantization_config", "use_cache", "architectures")
 
 States = list[torch.Tensor]
@@ -62,7 +64,9 @@ def blame(original: Model, quantized: Model, windows: list[list[int]], *, tokens
     found = study.measure([b for b in blocks if b.tensors], whole, {})
     if study.outside_differs():
         found.append(BlameResult(OUTSIDE, kl := study.outside(), _share(whole, kl)))
-    worst = sorted((f for f in found if f.name != OUTSIDE), key=lambda f: -f.returned)[:DEEP]
+    if quantized.kv_scales:
+        found.append(BlameResult(CACHE, kl := study.divergences(study.last({}, [], unrounded()))[""], _share(whole, kl)))
+    worst = sorted((f for f in found if f.name not in (OUTSIDE, CACHE)), key=lambda f: -f.returned)[:DEEP]
     index = {name: i for i, name in enumerate(study.model.block_names)}
     parts = {v: b.name for b in worst for v in study.linears(index[b.name])}
     found += study.measure(list(parts), whole, {v.name: b for v, b in parts.items()})
@@ -138,13 +142,13 @@ class _Study:
         left = self.divergences({v.name: ends[v.name] for v in variants})
         return [BlameResult(name, kl, _share(whole, kl), part_of.get(name)) for name, kl in left.items()]
 
-    def last(self, variants: Mapping[str, _Variant], blocks: Collection[int]) -> dict[str, States]:
-        """Hidden states after the last block: of the quantized model (under the empty name) and of each variant."""
+    def last(self, variants: Mapping[str, _Variant], blocks: Collection[int], cache: Passing | None = None) -> dict[str, States]:
+        """Hidden states after the last block: of the quantized model (under the empty name; keys and values through `cache`, if one is given) and of each variant."""
         streams: dict[str, States] = {"": list(self.model.embed(torch.tensor([w]) for w in self._windows))}
         for index in range(self.model.num_blocks):
             begun = {n: self._restored(index, v, streams[""]) for n, v in variants.items() if v.block == index} if index in blocks else {}
             with self.model.block(index) as module:
-                streams = {n: [self.model.run(index, module, h) for h in states] for n, states in streams.items()} | begun
+                streams = {n: [self.model.run(index, module, h, cache=cache) for h in states] for n, states in streams.items()} | begun
         return streams
 
     def _restored(self, index: int, variant: _Variant, states: States) -> States:
@@ -208,9 +212,9 @@ def _words(parts: list[BlameResult], groups: list[BlameResult], whole: float, se
     """What the ranking comes to."""
     if whole == 0:
         return "the models do not differ"
-    named = [f"{p.name} ({p.returned:.0%})" for p in parts if p.part_of and p.returned >= SMALL][:DEEP] or [f"{p.name} ({p.returned:.0%})" for p in parts if p.returned >= SMALL][
-        :DEEP
-    ]
+    large = [p for p in parts if p.returned >= SMALL]
+    single = [p for p in large if p.part_of or p.name == CACHE]
+    named = [f"{p.name} ({p.returned:.0%})" for p in (single or large)[:DEEP]]
     told = f"the divergence that goes when a part is restored: {', '.join(named)}" if named else "no part alone accounts for a tenth of the divergence; it is spread over the model"
     shares = [g.returned for g in groups]
     if groups and shares[0] >= SMALL and shares[0] > 2 * max(0.0, shares[1]):

@@ -61,7 +61,7 @@ def _measured(recipe: Recipe, original: Model, quantized: Model, windows: list[l
     assert recipe.evaluate is not None
     made = blame(original, quantized, windows)
     engine = engine_for(quantized, recipe.evaluate.engine, recipe.run.activations)
-    if engine.name == TransformersEngine.name:
+    if isinstance(engine, TransformersEngine):
         return made
     whole = divergence(engine, TransformersEngine(original), spread(windows, TOKENS))
     returned = 1 - made.kl_mean / whole if whole > 0 else 0.0

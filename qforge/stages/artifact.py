@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from qforge import __version__
-from qforge.calibration import endtoend, fisher
+from qforge.calibration import endtoend, fisher, kv_cache
 from qforge.calibration.room import Room
 from qforge.calibration.sequential import Job, quantize_blocks
 from qforge.clock import Clock
@@ -22,7 +22,7 @@ from qforge.methods import find_tuner
 from qforge.methods.device import computing_on, device_of, name_of
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
-from qforge.plan import Plan
+from qforge.plan import KV_CACHE, Plan
 from qforge.progress import Progress
 from qforge.recipe import Recipe
 from qforge.stages import workers
@@ -48,9 +48,14 @@ def root_key(recipe: Recipe, model_sha256: str, plan: Plan, texts: Texts) -> str
 
 def clear_others(out: Path, recipe: Recipe, model_sha256: str, plan: Plan, texts: Texts, journal: Journal) -> None:
     """Remove an artifact and exports that another recipe left: they must not be taken for this one's, neither while it runs nor after."""
-    if not journal.has(key("artifact", quantized=root_key(recipe, model_sha256, plan, texts))):
+    if not journal.has(_artifact_key(recipe, root_key(recipe, model_sha256, plan, texts))):
         for name in ("model", "exports"):
             shutil.rmtree(out / name, ignore_errors=True)
+
+
+def _artifact_key(recipe: Recipe, root: str) -> str:
+    cached = recipe.quantize.kv_cache
+    return key("artifact", quantized=root, **({} if cached is None else {"kv_cache": cached}))
 
 
 def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, texts: Texts, budget: int, journal: Journal, clock: Clock, progress: Progress) -> BlockPieces:
@@ -59,8 +64,8 @@ def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, 
     root = root_key(recipe, model_sha256, plan, texts)
     stages = 0 if plan.quantizer is None else blocks.num_blocks + (blocks.head_name in plan.schemes)
     pieces = BlockPieces(journal, root, stages)
+    room = Room(journal.folder, budget, clock)
     if plan.quantizer is not None:
-        room = Room(journal.folder, budget, clock)
         tuner = find_tuner(recipe.quantize.method)
         if calibration is not None and "outputs" in plan.needs and not pieces.weighed:
             wanted = [*plan.schemes, *(blocks.block_names if tuner is not None else ())]
@@ -69,11 +74,14 @@ def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, 
         sharing = None if plan.workers == 1 else functools.partial(workers.hired, recipe, plan.workers, budget, journal, root)
         job = Job(blocks, plan.quantizer, plan.schemes, plan.options, room, plan.transforms, tuner, pieces.outputs, sharing)
         with computing_on(device_of(recipe.run.device)):
-            quantize_blocks(job, None if calibration is None else calibration.ids, pieces.store(), progress)
+            quantize_blocks(job, None if calibration is None or plan.needs == {KV_CACHE} else calibration.ids, pieces.store(), progress)
         if plan.options.tune and calibration is not None:
             with clock.part("tune"):
                 pieces.tune(lambda: _tuned(blocks, plan, pieces, calibration.ids, room, progress))
         pieces.drop_states()
+    if KV_CACHE in plan.needs and calibration is not None:
+        with clock.part("key/value scales"), computing_on(device_of(recipe.run.device)):
+            pieces.calibrate_cache(lambda: kv_cache.measure(blocks, pieces.piece, calibration.ids, room, progress))
     return pieces
 
 
@@ -84,14 +92,14 @@ def _tuned(blocks: BlockModel, plan: Plan, pieces: BlockPieces, windows: torch.T
 
 def write(folder: Path, recipe: Recipe, model: Model, model_sha256: str, plan: Plan, texts: Texts, pieces: BlockPieces, journal: Journal) -> dict[str, Any]:
     """Write OUT/model unless it is there already, whole and unchanged; returns its hash and size."""
-    name = key("artifact", quantized=pieces.root)
+    name = _artifact_key(recipe, pieces.root)
     found = journal.load(name)
     if found is not None and folder.is_dir() and sha256_tree(folder) == found[1]["sha256"]:
         return dict(found[1])
     owner = pieces.names()
     changed = pieces.changed() if plan.transforms else {}
     origin = {**provenance(recipe, model, model_sha256, plan, texts, pieces), "changed": sorted(changed)}
-    write_artifact(folder, model, plan.schemes, lambda n: pieces.linear(owner[n], n), origin, changed=changed)
+    write_artifact(folder, model, plan.schemes, lambda n: pieces.linear(owner[n], n), origin, changed=changed, kv_scales=pieces.kv_scales)
     weights = sum(size_of(p) for p in folder.glob("*.safetensors"))
     described = {"sha256": sha256_tree(folder), "size_bytes": size_of(folder), "weights_bytes": weights, "model_sha256": model_sha256}
     journal.save(name, {"done": torch.ones(1)}, described)

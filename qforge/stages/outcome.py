@@ -64,6 +64,7 @@ def assemble(
             "bits_per_parameter": 8 * artifact["weights_bytes"] / plan.parameters,
             "size_ratio": size_ratio,
             "original_bytes_at_16_bits": 2 * plan.parameters,
+            "kv_cache": _kv_cache(recipe, pieces),
         },
         calibration=texts.described,
         evaluation=evaluation,
@@ -87,6 +88,11 @@ def assemble(
             *guards.missed(recipe.quantize.budget, evaluation),
         ],
     )
+
+
+def _kv_cache(recipe: Recipe, pieces: BlockPieces) -> dict[str, Any] | None:
+    """How keys and values are kept, with the scales of keys and of values by attention module; None where the artifact does not say."""
+    return {"type": recipe.quantize.kv_cache, "scales": dict(pieces.kv_scales)} if pieces.kv_scales else None
 
 
 def _memory(meter: Meter, estimate: Estimate) -> dict[str, int]:

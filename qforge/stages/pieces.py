@@ -12,7 +12,7 @@ from qforge.calibration.store import Hidden, Piece, Store
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
 from qforge.stages.journal import Journal, key
-from qforge.types import LayerResult
+from qforge.types import KvScales, LayerResult
 
 _FIELDS = ("codes", "scales", "zeros", "group_index", "super_scales", "input_scale", "bias")
 
@@ -31,6 +31,8 @@ class BlockPieces:
         self._hidden = [key("hidden", root=root, index=i) for i in range(count)]
         self._tuned = key("tuned", root=root)
         self._scales: dict[str, torch.Tensor] = {}
+        self._kv_scales = key("kv_scales", root=root)
+        self.kv_scales: KvScales = {}
         self._outputs = [key("outputs", root=root, index=i) for i in range(count)]
 
     def store(self) -> Store:
@@ -51,6 +53,15 @@ class BlockPieces:
         assert found is not None
         self._scales, self._last = found[0], None
 
+    def calibrate_cache(self, compute: Callable[[], KvScales]) -> None:
+        """From here on `kv_scales` are those that are computed here, or were before."""
+        found = self._journal.load(self._kv_scales)
+        if found is None:
+            self._journal.save(self._kv_scales, {"done": torch.ones(1)}, dict(compute()))
+            found = self._journal.load(self._kv_scales, count=False)
+        assert found is not None
+        self.kv_scales = {name: (key, value) for name, (key, value) in found[1].items()}
+
     def save_outputs(self, index: int, outputs: dict[str, torch.Tensor]) -> None:
         """Keep how the outputs of a block's linears weigh against each other, until all blocks are finished."""
         self._journal.save(self._outputs[index], outputs, None, count=False)
@@ -70,8 +81,7 @@ class BlockPieces:
 
     def linear(self, index: int, name: str) -> QuantizedLinear:
         """One quantized linear of a finished block."""
-        found = self._whole(index).linears[name]
-        return replace(found, scales=self._scales[name]) if name in self._scales else found
+        return self.piece(index).linears[name]
 
     def names(self) -> dict[str, int]:
         """Block index of every quantized linear."""
@@ -79,14 +89,19 @@ class BlockPieces:
 
     def changed(self) -> dict[str, torch.Tensor]:
         """Tensors beside the quantized linears that transforms changed, by name."""
-        return {name: tensor for i in range(len(self._names)) for name, tensor in self._whole(i).tensors.items()}
+        return {name: tensor for i in range(len(self._names)) for name, tensor in self.piece(i).tensors.items()}
 
-    def _whole(self, index: int) -> Piece:
+    def piece(self, index: int) -> Piece:
+        """What was made of a block: nothing where nothing was quantized."""
+        if not self._names:
+            return Piece({}, [])
         if self._last is not None and self._last[0] == index:
             return self._last[1]
         found = self._journal.load(self._names[index], count=False)
         assert found is not None, f"block {index} was finished and its piece is gone"
-        self._last = (index, _piece(*found))
+        whole = _piece(*found)
+        tuned = {name: replace(q, scales=self._scales[name]) for name, q in whole.linears.items() if name in self._scales}
+        self._last = (index, replace(whole, linears=whole.linears | tuned))
         return self._last[1]
 
     def _load(self, index: int) -> Piece | None:

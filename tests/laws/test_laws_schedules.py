@@ -73,7 +73,7 @@ def alone(name: str, kv_cache: str, i: int) -> torch.Tensor:
 
 def check(name: str, number: int) -> None:
     rng = random.Random(number)
-    threads, block_size, kv_cache = rng.choice([1, 2, 3]), rng.choice([16, 32]), rng.choice(["fp32", "fp16", "bf16", "int8"])
+    threads, block_size, kv_cache = rng.choice([1, 2, 3]), rng.choice([16, 32]), rng.choice(["fp32", "fp16", "bf16", "int8", "fp8"])
     who = rng.sample(range(len(GIVEN)), rng.randint(1, len(GIVEN)))
     for i, rows in logits_of(runtime(name, threads, block_size, kv_cache), block_size, who, rng).items():
         assert torch.equal(rows, alone(name, kv_cache, i)), f"sequence {i} of schedule {number}"

@@ -25,12 +25,14 @@ class PagedCache:
     Attributes:
         keys, values: `[B, PAGE, C, D]` fp16, bf16, int8 or float8_e4m3fn.
         key_scales, value_scales: `[B, PAGE, C]` fp32 for 8 bits, else None.
+        calibrated: whether these were there before keys and values, which are rounded with them; else each gets one of its own.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
+    calibrated: bool = False
 
     @property
     def page(self) -> int:
@@ -43,13 +45,15 @@ class PagedCache:
         return int(self.keys.shape[2])
 
 
-def empty_cache(pages: int, page: int, heads: int, size: int, dtype: torch.dtype, device: str | torch.device) -> PagedCache:
-    """A cache of so many pages, zero."""
+def empty_cache(
+    pages: int, page: int, heads: int, size: int, dtype: torch.dtype, device: str | torch.device, calibrated: tuple[float, float] | None = None
+) -> PagedCache:  # fmt: skip
+    """A cache of so many pages, zero; `calibrated`: one scale for all keys and one for all values."""
     keys = torch.zeros((pages, page, heads, size), dtype=dtype, device=device)
     if dtype not in LIMITS:
         return PagedCache(keys, torch.zeros_like(keys))
-    scales = torch.ones((pages, page, heads), device=device)
-    return PagedCache(keys, torch.zeros_like(keys), scales, torch.ones_like(scales))
+    of_keys, of_values = (torch.full((pages, page, heads), scale, device=device) for scale in calibrated or (1.0, 1.0))
+    return PagedCache(keys, torch.zeros_like(keys), of_keys, of_values, calibrated is not None)
 
 
 def rotate_and_store(
@@ -69,7 +73,7 @@ def rotate_and_store(
     rope_and_cache[(len(qkv), heads + 2 * cache.heads)](
         qkv, q_norm, k_norm, cosines, sines, positions, slots, q, cache.keys, cache.values, cache.key_scales, cache.value_scales, epsilon,
         NORM=norms is not None, HEADS=heads, CACHE_HEADS=cache.heads, D=size, HALF=_power(size // 2),
-        LIMIT=LIMITS.get(cache.keys.dtype, 0.0), INT=cache.keys.dtype == torch.int8, num_warps=1,
+        LIMIT=LIMITS.get(cache.keys.dtype, 0.0), INT=cache.keys.dtype == torch.int8, CALIBRATED=cache.calibrated, num_warps=1,
     )  # fmt: skip
     return q
 

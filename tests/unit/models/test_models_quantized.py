@@ -121,7 +121,7 @@ def test_mismatches_are_refused(tmp_path: Path, base: Path) -> None:
     good, tensors = json.loads(path.read_text()), load_file(weights)
     for change, message in (
         ({"ignore": ["lm_head"]}, "no weight_scale for them"),
-        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "keeps keys and values as {'num_bits': 8}, which qforge does not read"),
         ({"config_groups": {}}, "config_groups"),
     ):
         path.write_text(json.dumps(good | {"quantization_config": good["quantization_config"] | change}))

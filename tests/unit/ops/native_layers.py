@@ -44,5 +44,5 @@ class NativeLayers:
         )  # fmt: skip
         return out
 
-    def cache(self, blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> NativeCache:
-        return NativeCache(self._kv_cache, blocks, block_size, num_kv_heads, head_dim)
+    def cache(self, blocks: int, block_size: int, num_kv_heads: int, head_dim: int, scales: tuple[float, float] | None = None) -> NativeCache:
+        return NativeCache(self._kv_cache, blocks, block_size, num_kv_heads, head_dim, scales)

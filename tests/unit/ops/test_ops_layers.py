@@ -13,12 +13,13 @@ from qforge.ops.layers import AttentionParameters, Batch, TorchLayers
 from qforge.ops.native_module import instruction_sets
 
 OPS: list[TorchLayers | NativeLayers] = [TorchLayers(), *(NativeLayers(2, isa) for isa in instruction_sets())]
-STORED = {"attention": OPS, **{f"attention {kind}": [NativeLayers(2, isa, kind) for isa in instruction_sets()] for kind in ("fp16", "bf16", "int8")}}
+STORED = {"attention": OPS, **{f"attention {kind}": [NativeLayers(2, isa, kind) for isa in instruction_sets()] for kind in ("fp16", "bf16", "int8", "fp8")}}
 
 ENDS = {  # what is stored, and what is read back
     "fp16": ([65519.0, -1e6, 6e-8, 0.0], [65504.0, -65504.0, 2.0**-24, 0.0]),
     "bf16": ([3.4e38, -3.4e38, 1.0 + 2**-8, 0.0], [2.0**128 - 2.0**120, 2.0**120 - 2.0**128, 1.0, 0.0]),
     "int8": ([1e30, -1e30, 1e27, 0.0], [1e30, -1e30, 0.0, 0.0]),
+    "fp8": ([448e9, -448e9, 1e6, 0.0], [448e9, -448e9, 1953125.0, 0.0]),
 }
 
 
@@ -109,7 +110,7 @@ def test_attention_over_scattered_blocks(heads: int, kv_heads: int, head_dim: in
     assert all(torch.equal(natives[0], y) for y in natives)
 
 
-@pytest.mark.parametrize("kind", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("kind", ["fp16", "bf16", "int8", "fp8"])
 def test_keys_and_values_at_the_ends_of_their_range_are_kept(kind: str) -> None:
     for isa in instruction_sets():
         ops = NativeLayers(1, isa, kind)
@@ -132,7 +133,7 @@ def _one_query(ops: NativeLayers, key: float, value: float, query: float, positi
     return ops.attention(row.repeat(positions, 1), a, cache, (torch.ones(positions, 2), torch.zeros(positions, 2)), batch)[-1]
 
 
-@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8", "fp8"])
 @pytest.mark.parametrize("positions", [511, 512, 513, 1500])
 def test_weights_that_are_all_alike_mix_to_the_value(kind: str, positions: int) -> None:
     """The largest sums of 8 x 16 bits that there are: 32 bits hold those of 512 positions."""
@@ -141,7 +142,58 @@ def test_weights_that_are_all_alike_mix_to_the_value(kind: str, positions: int) 
         torch.testing.assert_close(y, torch.full((4,), -3.0), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8", "fp8"])
 def test_a_query_that_is_no_number_is_not_hidden(kind: str) -> None:
     for isa in instruction_sets():
         assert _one_query(NativeLayers(1, isa, kind), 1.0, 1.0, math.nan, 20).isnan().all()
+
+
+# E4M3 from its definition (OCP 8-bit floating point, table 1): the finite magnitudes of the codes 0 to 126
+E4M3 = torch.tensor([(m / 8) * 2**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][:-1], dtype=torch.float64)
+CALIBRATED = [TorchLayers(), *(NativeLayers(2, isa, "fp8") for isa in instruction_sets())]
+
+
+def _rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """To the nearest of them times a scale, of two as near ones to the even code."""
+    away = (x.double().abs()[..., None] / scale - E4M3).abs()
+    code = away.argmin(-1)
+    tied = away.gather(-1, (code + 1).clamp(max=126)[..., None])[..., 0] == away.amin(-1)
+    return E4M3[code + (tied & (code % 2 == 1) & (code < 126))] * scale * x.double().sign()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "window"), [(4, 2, 16, 0), (3, 1, 6, 5), (2, 2, 20, 0)])
+def test_attention_over_calibrated_fp8_is_that_over_rounded_keys_and_values(heads: int, kv_heads: int, head_dim: int, window: int) -> None:
+    """Some are beyond what was calibrated, many below the smallest normal number."""
+    length, scales = 37, (2.0**-7, 2.0**-8)
+    x = torch.randn(length, (heads + 2 * kv_heads) * head_dim, generator=torch.Generator().manual_seed(head_dim)) * 1.5
+    x[:, ::3] *= 1e-4
+    keys, values = slice(heads * head_dim, (heads + kv_heads) * head_dim), slice((heads + kv_heads) * head_dim, None)
+    assert (x[:, values].abs() > 448 * scales[1]).any()
+    rounded = x.double()
+    rounded[:, keys], rounded[:, values] = _rounded(x[:, keys], scales[0]), _rounded(x[:, values], scales[1])
+    a = AttentionParameters(heads, kv_heads, head_dim, window, head_dim**-0.5)
+    rope = (torch.ones(length, head_dim // 2), torch.zeros(length, head_dim // 2))  # not rotated, so that fp32 and fp64 round the same numbers
+    places = torch.arange(length)
+    batch = Batch(places, places, torch.arange(3, dtype=torch.int32)[None], torch.tensor([0, length], dtype=torch.int32))
+    results = [ops.attention(x.clone(), a, ops.cache(3, 16, kv_heads, head_dim, scales), rope, batch) for ops in CALIBRATED]
+    for y in results:
+        _near(y, _dense_attention(rounded, a, rope), "attention")
+    assert all(torch.equal(results[1], y) for y in results[2:])
+
+
+def test_every_code_of_fp8_is_kept_and_every_float_between_is_rounded() -> None:
+    """One position: what is read is the value. All codes, what lies halfway between two, and next to that."""
+    middles = (E4M3[1:] + E4M3[:-1]) / 2
+    x = torch.cat([E4M3.float(), middles.float(), middles.float().nextafter(torch.tensor(0.0)), middles.float().nextafter(torch.tensor(500.0)), torch.tensor([1e6])])
+    x = torch.cat([x, -x, torch.zeros(-2 * len(x) % 16)])
+    one, a = torch.tensor([0]), AttentionParameters(1, 1, len(x), 0, 1.0)
+    batch = Batch(one, one, torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32))
+    for ops in CALIBRATED:
+        row, rope = torch.cat([torch.zeros(2 * len(x)), x])[None], (torch.ones(1, len(x) // 2), torch.zeros(1, len(x) // 2))
+        assert torch.equal(ops.attention(row, a, ops.cache(1, 16, 1, len(x), (1.0, 1.0)), rope, batch)[0].double(), _rounded(x, 1.0))
+
+
+def test_keys_and_values_that_are_no_numbers_are_not_hidden_by_fp8() -> None:
+    for isa in instruction_sets():
+        assert _one_query(NativeLayers(1, isa, "fp8"), math.nan, 1.0, 1.0, 20).isnan().all()
+        assert _one_query(NativeLayers(1, isa, "fp8"), 1.0, math.nan, 1.0, 20).isnan().all()

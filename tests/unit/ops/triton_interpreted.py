@@ -63,6 +63,7 @@ CASES: dict[str, Case] = {
     "rope after norms": lambda: rope_case(H, "cpu", norms=True),
     "rope after norms, int8 cache": lambda: rope_case(B, "cpu", INT8, size=32, norms=True),
     "rope, fp8 cache": lambda: rope_case(H, "cpu", FP8),
+    "rope, calibrated fp8 cache": lambda: rope_case(H, "cpu", FP8, calibrated=(0.02, 0.01)),
     "sampling": lambda: sampling_case(150, "cpu", 32),
     "sampling, equal logits": lambda: sampling_case(150, "cpu", 32, seed=1, ties=True),
     "sampling, one chunk": lambda: sampling_case(20, "cpu", 32, seed=2, ties=True),

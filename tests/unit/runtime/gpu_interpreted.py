@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,15 +51,15 @@ def on_gpu(of: Model, stored: torch.dtype = torch.float16, graphs: bool = False)
     return llm
 
 
-def reference(of: Model) -> LLM:
+def reference(of: Model, kv_cache: str = "fp32") -> LLM:
     llm = LLM(of, max_step_tokens=9, num_blocks=12)
-    llm.runner = Decoder(read(of), num_blocks=12, block_size=16)
+    llm.runner = Decoder(read(of), num_blocks=12, block_size=16, kv_cache=kv_cache)
     return llm
 
 
-def apart(of: Model, stored: torch.dtype = torch.float16, tokens: int = 30) -> float:
+def apart(of: Model, stored: torch.dtype = torch.float16, tokens: int = 30, kv_cache: str = "fp32") -> float:
     window = prompts(1, 2, seed=3)[0] + prompts(1, 400, seed=9)[0][:tokens]
-    want, got = (torch.cat(list(llm.score([window]))) for llm in (reference(of), on_gpu(of, stored)))
+    want, got = (torch.cat(list(llm.score([window]))) for llm in (reference(of, kv_cache), on_gpu(of, stored)))
     return float((got - want).norm() / want.norm())
 
 
@@ -96,9 +97,17 @@ def test_a_cache_of_8_bits_changes_logits_little() -> None:
     assert 0 < apart(model("small"), torch.int8) < GPU_LOGITS["int8"]
 
 
+def test_calibrated_keys_and_values_are_rounded_as_the_reference_rounds_them() -> None:
+    """But where 16 bits fall to the other side of a border."""
+    of = replace(model("small"), kv_scales={"model.layers.0.self_attn": (0.02, 0.005)})
+    assert apart(of, torch.float8_e4m3fn, kv_cache="fp8") < 0.3 * apart(of, torch.float8_e4m3fn)
+
+
 def test_two_shares_compute_what_one_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_loader, "distributed", Exchange())
     of, _ = quantized("small", lambda n: "int4-g32-asym")
+    of = replace(of, kv_scales={"model.layers.0.self_attn": (0.02, 0.005)})
+    assert read_share(of, PLACE, Share(1, 2)).spec.kv_scales == ((0.02, 0.005),)
     runners = [GpuDecoder(read_share(of, PLACE, Share(r, 2)), PLACE, num_blocks=4, block_size=16, stored=torch.float16, max_num_seqs=1) for r in range(2)]
     sequence = Sequence(0, prompts(1, 400, seed=9)[0][:20], 20, SamplingParams(), 0, 30, frozenset(), block_table=[1, 0])
     step = build_step([Piece(sequence, 0, 20)], 16, all_logits=True)

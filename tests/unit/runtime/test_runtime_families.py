@@ -10,7 +10,7 @@ import torch
 from runtime_models import FAMILIES, greedy, model, prompts, quantized, transformers_model
 from tolerances import LOGITS
 
-from qforge.errors import DataError, UnsupportedError
+from qforge.errors import DataError, ModelError, UnsupportedError
 from qforge.runtime import LLM, SamplingParams
 from qforge.runtime.decoder import Decoder
 from qforge.runtime.loader import read
@@ -91,13 +91,34 @@ def test_products_that_no_native_kernel_runs_whole_are_run_within_the_native_ste
     assert (a - b).norm() / b.norm() < near
 
 
-@pytest.mark.parametrize("kind", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("kind", ["fp16", "bf16", "int8", "fp8"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_smaller_cache_changes_logits_little(name: str, kind: str) -> None:
     window = prompts(1, 2, seed=3)[0] * 150
     exact, stored = (torch.cat(list(LLM(model(name), kv_cache=k).score([window]))) for k in ("fp32", kind))
     difference = (stored - exact).norm() / exact.norm()
-    assert 0 < difference < {"fp16": 2e-3, "bf16": 2e-2, "int8": 3e-2}[kind]
+    assert 0 < difference < {"fp16": 2e-3, "bf16": 2e-2, "int8": 3e-2, "fp8": 8e-2}[kind]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_keys_and_values_are_kept_as_the_checkpoint_says_unless_asked(name: str) -> None:
+    said = replace(model(name), kv_scales={f"model.layers.{i}.self_attn": (0.03, 0.02) for i in range(3)})
+    window = prompts(1, 2, seed=3)[0] * 60
+    plain, exact, own, stored = (LLM(m, kv_cache=k) for m, k in ((model(name), None), (said, "fp32"), (model(name), "fp8"), (said, None)))
+    assert [llm.kv_cache for llm in (plain, exact, own, stored)] == ["fp32", "fp32", "fp8", "fp8"]
+    assert [own.cache_token_bytes - stored.cache_token_bytes, 4 * stored.cache_token_bytes] == [3 * 2 * 8, exact.cache_token_bytes]
+    a, b, c, d = (torch.cat(list(llm.score([window]))) for llm in (plain, exact, own, stored))
+    assert torch.equal(a, b)
+    reference = LLM(said)
+    reference.runner = Decoder(read(said), num_blocks=reference.num_blocks, block_size=16, kv_cache="fp8")
+    far = (d - a).norm()
+    assert (c - d).norm() > 0.1 * far
+    assert (torch.cat(list(reference.score([window]))) - d).norm() < 0.1 * far
+
+
+def test_scales_of_other_layers_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"no scales of keys and values for model\.layers\.2\.self_attn"):
+        LLM(replace(model("llama"), kv_scales={f"model.layers.{i}.self_attn": (1.0, 1.0) for i in (0, 1, 3)}))
 
 
 @pytest.mark.parametrize("head", ["int8-g32-sym", "int8-channel-sym", "int8-g16-sym"])

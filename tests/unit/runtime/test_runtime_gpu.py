@@ -197,7 +197,7 @@ def test_two_gpus_give_the_logits_of_one() -> None:
         ({"device": "cuda:x"}, UnsupportedError, "use cpu, cuda or cuda:N"),
         ({"device": "rocm"}, UnsupportedError, "use cpu, cuda or cuda:N"),
         ({"device": "cuda", "activations": "int8"}, UnsupportedError, "on a GPU they have 16 bits"),
-        ({"kv_cache": "fp8"}, UnsupportedError, "not known on a processor; use one of fp32, fp16, bf16, int8"),
+        ({"kv_cache": "fp4"}, UnsupportedError, "not known on a processor; use one of fp32, fp16, bf16, int8, fp8"),
     ],
 )
 def test_what_this_machine_lacks_is_refused_before_weights_are_read(how: dict[str, str], error: type[Exception], says: str) -> None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import tiny
@@ -29,6 +30,7 @@ from qforge.runtime import LLM, SamplingParams, packed_cache, packed_file
 from qforge.runtime.packed_cache import entry
 from qforge.runtime.tokenizer import PlainTokenizer, plain
 from qforge.scheme import ACTIVATIONS, parse
+from qforge.types import KvScales
 
 PARAMS = SamplingParams(max_tokens=6)
 GIVEN = ["The small mill", "def add(a"]
@@ -49,7 +51,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "packed"
 
 
-def quantized(path: Path, scheme: str) -> Path:
+def quantized(path: Path, scheme: str, kv_scales: KvScales = MappingProxyType({})) -> Path:
     """A small artifact; one of its linears stays as it is, and another has a scheme of its own."""
     source = open_model(str(folder("qwen2")))
     names = [n.removesuffix(".weight") for n in source.weights.names() if "_proj.weight" in n and "layers.1.mlp.up" not in n]
@@ -60,8 +62,20 @@ def quantized(path: Path, scheme: str) -> Path:
         bias = source.weights.read(f"{name}.bias").float() if f"{name}.bias" in source.weights.names() else None
         return numerics.quantize(weight, schemes[name], *numerics.minmax_parameters(weight, schemes[name]), bias=bias)
 
-    write_artifact(path, source, schemes, linear, {})
+    write_artifact(path, source, schemes, linear, {}, kv_scales=kv_scales)
     return path
+
+
+def test_scales_of_keys_and_values_are_kept(tmp_path: Path, cache: Path) -> None:
+    model = quantized(tmp_path / "model", "int4-g32-sym", {f"model.layers.{i}.self_attn": (0.5 + i, 0.25) for i in range(3)})
+    first, second = LLM(str(model)), LLM(str(model))
+    assert len(kept(cache)) == 1
+    assert first.kv_cache == second.kv_cache == "fp8"
+    assert second.runner.spec.kv_scales == ((0.5, 0.25), (1.5, 0.25), (2.5, 0.25))
+    window = prompts(1, 2, seed=3)[0] * 40
+    a, b, exact = (torch.cat(list(llm.score([window]))) for llm in (first, second, LLM(str(model), kv_cache="fp32")))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, exact)
 
 
 def kept(cache: Path) -> list[Path]:

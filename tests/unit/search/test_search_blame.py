@@ -16,7 +16,7 @@ import qforge
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.evaluate.divergence import evaluate
 from qforge.models.model import Model, open_model
-from qforge.search.blame import OUTSIDE, blame, spread
+from qforge.search.blame import CACHE, OUTSIDE, blame, spread
 from qforge.text.documents import from_texts
 from qforge.text.windows import evaluation_windows
 
@@ -46,6 +46,14 @@ def windows(model: Model) -> list[list[int]]:
 def three(t: Tensors) -> None:
     for name, share in (("4.mlp.down_proj", 0.15), ("1.mlp.down_proj", 0.3), ("3.mlp.down_proj", 0.07)):
         t[f"model.layers.{name}.weight"] = noisy(t[f"model.layers.{name}.weight"], share, 99)
+
+
+def test_keys_and_values_in_fp8_are_a_part(tmp_path: Path) -> None:
+    original = open_model(str(tiny.make(tmp_path / "model")))
+    found = blame(original, replace(original, kv_scales={f"model.layers.{i}.self_attn": (0.02, 0.02) for i in range(3)}), windows(original), tokens=200)
+    assert found.kl_mean > 0
+    assert [(p.name, p.returned) for p in found.parts] == [(CACHE, pytest.approx(1, abs=1e-6))]
+    assert f"{CACHE} (100%)" in found.words
 
 
 def test_three_damaged_layers_come_first_in_order(tmp_path: Path) -> None:

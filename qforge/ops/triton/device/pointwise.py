@@ -48,12 +48,14 @@ def silu_mul(gate_up, y, columns, BLOCK: tl.constexpr):
 def rope_and_cache(
     qkv, q_norm, k_norm, cosines, sines, positions, slots, q, keys, values, key_scales, value_scales, epsilon,
     NORM: tl.constexpr, HEADS: tl.constexpr, CACHE_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, LIMIT: tl.constexpr, INT: tl.constexpr,
+    CALIBRATED: tl.constexpr,
 ):  # fmt: skip
     """Rotate queries and keys by their positions, write queries to q `[T, H, D]` and keys and values to their slots of the cache `[B, PAGE, C, D]`.
 
     qkv `[T, (H + 2 C) x D]`, cosines and sines `[positions, D / 2]` fp32 (the two halves of a head form the pairs), positions `[T]` int32,
     slots `[T]` int64: page x PAGE + place, or -1 for none. NORM: each head is first divided by its root mean square and multiplied with q_norm or k_norm `[D]`.
-    LIMIT > 0: the cache holds 8-bit codes with scales `[B, PAGE, C]` fp32, one a head and token. HALF: the power of two from D / 2 on. Grid: (T, H + 2 C).
+    LIMIT > 0: the cache holds 8-bit codes with scales `[B, PAGE, C]` fp32, one a head and token (CALIBRATED: which are there).
+    HALF: the power of two from D / 2 on. Grid: (T, H + 2 C).
     """
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, HALF)
@@ -83,13 +85,16 @@ def rope_and_cache(
         place = slot * CACHE_HEADS + (head - HEADS) % CACHE_HEADS
         target = place * D + i
         if LIMIT > 0:
-            scale = scale_of(tl.maximum(tl.max(tl.abs(low), axis=0, keep_dims=True), tl.max(tl.abs(high), axis=0, keep_dims=True)), LIMIT)
-            first, second = round_to(low, scale, INT), round_to(high, scale, INT)
             one = tl.arange(0, 1)
-            if is_key:
-                tl.store(key_scales + place + one, scale)
+            if CALIBRATED:
+                scale = tl.load((key_scales if is_key else value_scales) + place + one)
             else:
-                tl.store(value_scales + place + one, scale)
+                scale = scale_of(tl.maximum(tl.max(tl.abs(low), axis=0, keep_dims=True), tl.max(tl.abs(high), axis=0, keep_dims=True)), LIMIT)
+                if is_key:
+                    tl.store(key_scales + place + one, scale)
+                else:
+                    tl.store(value_scales + place + one, scale)
+            first, second = round_to(low, scale, INT), round_to(high, scale, INT)
         else:
             first, second = low.to(keys.dtype.element_ty), high.to(keys.dtype.element_ty)
         if is_key:

@@ -221,7 +221,7 @@ def _workers(recipe: Recipe, needed: frozenset[str], options: Options, notes: li
     asked, tuner = recipe.run.workers, find_tuner(recipe.quantize.method)
     if asked == 1 or not needed - {KV_CACHE}:
         if asked > 1:
-            notes.append(f"run.workers: {asked} would share the way of the calibration text through the blocks, which this recipe does not need: one process does the work")
+            notes.append(f"run.workers: {asked} would share the calibration text on its way through the blocks, and this recipe needs none: one process does the work")
         return 1
     if recipe.run.device.startswith("cuda"):
         raise UnsupportedError(f"run.workers: {asked} share the cores of processors, not cards; use run.device: cpu, or workers: 1")

@@ -109,7 +109,7 @@ def _corrected(weight: torch.Tensor, cross: torch.Tensor, residual: torch.Tensor
     assert factor.lower is not None
     change, lacking = torch.empty_like(weight), weight @ cross
     if residual is not None:
-        lacking.add_(residual, alpha=RESIDUAL)
+        lacking.add_(residual * (weight != 0).any(1, keepdim=True), alpha=RESIDUAL)  # an output that was taken out stays out
     change[:, factor.order] = (lacking[:, factor.order] @ factor.lower) @ factor.lower.T
     return weight + change
 

@@ -124,3 +124,6 @@ def test_error_correction_makes_up_for_what_the_residual_stream_lacks() -> None:
     assert (x.double() @ numerics.dequantize(q).double().T - wanted).square().mean() < 1.02 * floor
     without, _ = method.quantize(weight, parse("int8-g16-sym"), Stats(4000, x.T @ x, (y - x).T @ x), Options(damping=1e-6))
     assert (x.double() @ numerics.dequantize(without).double().T - wanted).square().mean() > 1.5 * floor
+    weight[3] = 0
+    pruned, _ = method.quantize(weight, parse("int8-g16-sym"), stats, Options(damping=1e-6))
+    assert not numerics.dequantize(pruned)[3].any()

@@ -10,6 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import greenlet
@@ -43,22 +44,31 @@ class Stop:
 
 
 def lockstep(
-    modules: Mapping[str, nn.Module], run: Run, batches: Sequence[Kept], outputs: list[Kept], room: Room, rounding: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
+    linears: Mapping[str, nn.Linear],
+    run: Run,
+    batches: Sequence[Kept],
+    outputs: list[Kept],
+    room: Room,
+    rounding: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
+    passed: Mapping[str, nn.Module] = MappingProxyType({}),
+    seen: Callable[[str, int, torch.Tensor], None] = lambda name, batch, x: None,
 ) -> Iterator[Stop]:
-    """Run a block on all batches, yielding at every module of `modules` in their order, linears as a rule; between two yields their weights may be replaced.
+    """Run a block on all batches, yielding at every linear, in the order of `linears`; between two yields the linear's weight may be replaced.
 
     Args:
-        modules: those to stop at, by name, in the order in which the block calls them; one that all batches run may stand anywhere.
+        linears: those to stop at, by name, in the order in which the block calls them.
         run: the block's forward, `[B, T, D] -> [B, T, D]`.
         batches: its inputs, freed once they are taken up.
         outputs: filled with what the block returns, in the order of `batches`.
         room: keeps waiting inputs and outputs.
         rounding: what a linear does to its input first, by name; may be added to between two yields.
+        passed: submodules where nobody waits, by name.
+        seen: told of what each of those takes, with its name and the number of the batch.
     """
-    order = {name: place for place, name in enumerate(modules)}
-    handles = [module.register_forward_pre_hook(_waits(name, rounding)) for name, module in modules.items()]
+    order = {name: place for place, name in enumerate(linears)}
+    handles = [module.register_forward_pre_hook(_waits(name, rounding)) for name, module in {**passed, **linears}.items()]
     try:
-        flights = [_Flight(run, batch, room) for batch in batches]
+        flights = [_Flight(run, batch, room, {name: functools.partial(seen, name, i) for name in passed}) for i, batch in enumerate(batches)]
         for flight in flights:
             flight.go()
         before: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -96,9 +106,10 @@ def _waits(name: str, rounding: Mapping[str, Callable[[torch.Tensor], torch.Tens
 class _Flight:
     """One batch on its way through the block. While it waits, what its frames hold may lie on disk, in tensors without memory."""
 
-    def __init__(self, run: Run, batch: Kept, room: Room) -> None:
+    def __init__(self, run: Run, batch: Kept, room: Room, passed: Mapping[str, Callable[[torch.Tensor], None]]) -> None:
         self._room = room
         self._batch: Kept | None = batch
+        self._passed = passed
         self._stack = greenlet.greenlet(run)
         self._parking = Parking(room)
         self._gradients = torch.is_grad_enabled()  # in the call, which may turn them off and on; the thread has one mode for all calls
@@ -111,6 +122,9 @@ class _Flight:
         """On to the next linear, or to the end."""
         self._held = None
         arrived = self._start() if self._batch is not None else self._switch()
+        while not self._stack.dead and arrived[0] in self._passed:
+            self._passed[arrived[0]](arrived[1])
+            arrived = self._switch()
         if self._stack.dead:
             self._parking.leave()
             self.at, self._done = None, self._room.keep(arrived)

@@ -150,19 +150,16 @@ class Streams:
         added = {name: lacking[residuals[own]] for own, m in module.named_modules() if own in residuals for name, linear in linears.items() if m is linear}
         outputs: list[Kept] = []
         roundings: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
-        tapped = False
-        for stop in lockstep({**taps, **linears}, run, self.quantized, outputs, self._room, roundings):
-            if stop.name in taps:
-                assert originals is not None
-                for batch, x in zip(stop.batches, stop.inputs(), strict=True):
-                    wanted = originals.take(stop.name, batch, x, None)
-                    assert wanted is not None
-                    lacking[stop.name][batch] = self._room.copy(wanted.float().sub_(x.to(wanted.dtype)))
-            else:
-                linear = linears[stop.name]
-                sums = functools.partial(self._sums, stop, linear, originals, added.get(stop.name, {}))
-                yield Arrival(stop.name, stop.repeated and not tapped, sums, functools.partial(_put, stop.name, linear, roundings))
-            tapped = stop.name in taps
+
+        def compare(tap: str, batch: int, x: torch.Tensor) -> None:
+            wanted = None if originals is None else originals.take(tap, batch, x, None)
+            assert wanted is not None
+            lacking[tap][batch] = self._room.copy(wanted.float().sub_(x.to(wanted.dtype)))
+
+        for stop in lockstep(linears, run, self.quantized, outputs, self._room, roundings, taps, compare):
+            linear = linears[stop.name]
+            sums = functools.partial(self._sums, stop, linear, originals, added.get(stop.name, {}))
+            yield Arrival(stop.name, stop.repeated, sums, functools.partial(_put, stop.name, linear, roundings))
         self.quantized[:] = outputs
 
     def head_sums(self, in_features: int) -> Sums:

@@ -27,6 +27,7 @@ from qforge.progress import Progress
 from qforge.recipe import Recipe
 from qforge.stages import workers
 from qforge.stages.journal import Journal, key
+from qforge.stages.meter import reusing_freed_memory
 from qforge.stages.pieces import BlockPieces
 from qforge.stages.texts import Texts
 
@@ -64,19 +65,19 @@ def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, 
     root = root_key(recipe, model_sha256, plan, texts)
     stages = 0 if plan.quantizer is None else blocks.num_blocks + (blocks.head_name in plan.schemes)
     pieces = BlockPieces(journal, root, stages)
-    room = Room(journal.folder, budget, clock)
+    room, sparing = Room(journal.folder, budget, clock), recipe.run.memory_limit is not None
     if plan.quantizer is not None:
         tuner = find_tuner(recipe.quantize.method)
         if calibration is not None and "outputs" in plan.needs and not pieces.weighed:
             wanted = [*plan.schemes, *(blocks.block_names if tuner is not None else ())]
-            with clock.part("gradients"):
+            with clock.part("gradients"), reusing_freed_memory(sparing=sparing):
                 fisher.gather(blocks, wanted, calibration.ids, room, pieces.save_outputs, progress)
         sharing = None if plan.workers == 1 else functools.partial(workers.hired, recipe, plan.workers, budget, journal, root)
         job = Job(blocks, plan.quantizer, plan.schemes, plan.options, room, plan.transforms, tuner, pieces.outputs, sharing)
         with computing_on(device_of(recipe.run.device)):
             quantize_blocks(job, None if calibration is None or plan.needs == {KV_CACHE} else calibration.ids, pieces.store(), progress)
         if plan.options.tune and calibration is not None:
-            with clock.part("tune"):
+            with clock.part("tune"), reusing_freed_memory(sparing=sparing):
                 pieces.tune(lambda: _tuned(blocks, plan, pieces, calibration.ids, room, progress))
         pieces.drop_states()
     if KV_CACHE in plan.needs and calibration is not None:

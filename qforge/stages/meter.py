@@ -62,6 +62,24 @@ class Meter:
         return max([0 if self._recalled else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, *self.peaks.values()])
 
 
+@contextlib.contextmanager
+def reusing_freed_memory(*, sparing: bool = False) -> Iterator[None]:
+    """While open, freed blocks of up to 1 GiB are kept for the next one: gradients of a whole model, whose logits come anew for every few
+    positions, spent a third of their time in page faults (stories15M, 6 steps of tuning: 13.6 and 8.1 s).
+
+    Args:
+        sparing: what `return_freed_memory` was told; then nothing is kept.
+    """
+    if not sparing:
+        _set_malloc(1 << 30, 2 << 30)
+    try:
+        yield
+    finally:
+        return_freed_memory(sparing=sparing)
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+
+
 def return_freed_memory(*, sparing: bool = False) -> None:
     """Let freed blocks of 4 MiB and more go back to the operating system at once, and what is free at the end of the heap beyond 16 MiB.
 
@@ -71,9 +89,13 @@ def return_freed_memory(*, sparing: bool = False) -> None:
     Args:
         sparing: also those from 256 KiB on: holes between small blocks are not ours to keep under a memory limit (50 MiB in a model 256 wide; large models' are above 4 MiB).
     """
+    _set_malloc(256 << 10 if sparing else 4 << 20, 16 << 20)
+
+
+def _set_malloc(mmap_threshold: int, trim_threshold: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
-        for setting, value in ((_M_MMAP_THRESHOLD, 256 << 10 if sparing else 4 << 20), (_M_TRIM_THRESHOLD, 16 << 20), (_M_ARENA_MAX, 1)):
+        for setting, value in ((_M_MMAP_THRESHOLD, mmap_threshold), (_M_TRIM_THRESHOLD, trim_threshold), (_M_ARENA_MAX, 1)):
             libc.mallopt(setting, value)
 
 
@@ -83,5 +105,5 @@ def _status(field: str) -> int:
             if line.startswith(field + ":"):
                 return int(line.split()[1]) * 1024
     except OSError:
-        pass
+        _set_malloc(1 << 30, 2 << 30)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

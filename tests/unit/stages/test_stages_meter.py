@@ -1,0 +1,20 @@
+"""What the C library's allocator is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from qforge.stages import meter
+
+
+def test_freed_memory_is_kept_for_gradients_alone_and_not_under_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(meter, "_set_malloc", lambda mmap, trim: told.append((mmap, trim)))
+    meter.return_freed_memory()
+    with pytest.raises(KeyboardInterrupt), meter.reusing_freed_memory():
+        assert told[1][0] >= 1 << 30
+        raise KeyboardInterrupt
+    assert told[2:] == told[:1]
+    with meter.reusing_freed_memory(sparing=True):
+        assert len(told) == 3
+    assert told[3] != told[0]

@@ -135,6 +135,8 @@ class _Flight:
     def _start(self) -> Any:
         assert self._batch is not None
         start = self._batch.load()
+        if not start.untyped_storage().resizable():  # what has been written to a file cannot be put away
+            start = start.clone()
         self._batch.free()
         self._batch = None
         self._parking.own(start)

@@ -147,6 +147,26 @@ def test_what_lies_on_disk_changes_no_bit(tmp_path: Path) -> None:
     assert all(q.equals(other[n]) for other in found[1:] for n, q in found[0].items())
 
 
+@pytest.mark.parametrize("budget", [20_000, 60_000, 200_000, 500_000])
+def test_hidden_states_that_numpy_has_seen_can_still_go_to_disk(tmp_path: Path, budget: int) -> None:
+    """Writing them to a file takes their memory to numpy, after which PyTorch does not give it back before they are freed."""
+    blocks = BlockModel(open_model(str(tiny.make(tmp_path / "m"))))
+    gptq = find("gptq")
+    assert gptq is not None
+    found = []
+    for seen in (False, True):
+        memory = Memory()
+
+        def save_hidden(index: int, hidden: Hidden, seen: bool = seen) -> None:
+            for held in hidden.values() if seen else ():
+                held.load().numpy()
+
+        store = Store(memory.pieces.get, memory._save, lambda index: None, save_hidden, hidden_every=0)
+        quantize_blocks(Job(blocks, gptq, schemes_of(blocks), Options(), Room(tmp_path, budget)), windows(60), store, SILENT)
+        found.append(memory.linears())
+    assert all(q.equals(found[1][n]) for n, q in found[0].items())
+
+
 def test_linears_that_share_an_input_share_its_statistics(tmp_path: Path) -> None:
     blocks = BlockModel(open_model(str(tiny.make(tmp_path / "m"))))
     spy = Spy()

@@ -11,9 +11,8 @@ def test_freed_memory_is_kept_for_gradients_alone_and_not_under_a_memory_limit(m
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(meter, "_set_malloc", lambda mmap, trim: told.append((mmap, trim)))
     meter.return_freed_memory()
-    with pytest.raises(KeyboardInterrupt), meter.reusing_freed_memory():
+    with meter.reusing_freed_memory():
         assert told[1][0] >= 1 << 30
-        raise KeyboardInterrupt
     assert told[2:] == told[:1]
     with meter.reusing_freed_memory(sparing=True):
         assert len(told) == 3

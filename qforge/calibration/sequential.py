@@ -171,7 +171,7 @@ def _quantize_in_order(
     largest: dict[str, torch.Tensor],
 ) -> None:
     """Quantize linears as the text reaches them (into `done`), and bring it behind the block; folds are applied in between."""
-    inputs = [job.room.keep(x.load()) for x in text.quantized] if job.tuner is not None and isinstance(text, Streams) else []
+    inputs = [job.room.keep(x.load().clone()) for x in text.quantized] if job.tuner is not None and isinstance(text, Streams) else []
     targets: dict[str, torch.Tensor] = {}
     weighing = job.outputs(index)
     stats: Stats | None = None

@@ -15,7 +15,7 @@ from qforge.calibration.sequential import Job, quantize_blocks
 from qforge.calibration.store import Hidden, Piece, Store
 from qforge.engines.base import chunks
 from qforge.engines.transformers_engine import TransformersEngine
-from qforge.methods import Options, Stats, find
+from qforge.methods import Options, Stats, find, find_tuner
 from qforge.models.blocks import BlockModel
 from qforge.models.model import open_model
 from qforge.progress import SILENT
@@ -145,6 +145,19 @@ def test_what_lies_on_disk_changes_no_bit(tmp_path: Path) -> None:
         found.append(memory.linears())
         assert room.used == 0
     assert all(q.equals(other[n]) for other in found[1:] for n, q in found[0].items())
+
+
+@pytest.mark.parametrize("budget", [20_000, 900_000, 1_600_000, 2_400_000, 3_000_000])
+def test_what_lies_on_disk_changes_no_bit_of_learned_rounding(tmp_path: Path, budget: int) -> None:
+    blocks = BlockModel(open_model(str(tiny.make(tmp_path / "m", layers=2))))
+    quantizer, tuner = find("signround"), find_tuner("signround")
+    assert quantizer is not None
+    found = []
+    for room in (Room(), Room(tmp_path, budget)):
+        memory = Memory()
+        quantize_blocks(Job(blocks, quantizer, schemes_of(blocks), Options(steps=2), room, tuner=tuner), windows(60), memory.store(), SILENT)
+        found.append(memory.linears())
+    assert all(q.equals(found[1][n]) for n, q in found[0].items())
 
 
 @pytest.mark.parametrize("budget", [20_000, 60_000, 200_000, 500_000])

@@ -53,12 +53,16 @@ def _line(row: dict[str, Any]) -> str:
     return f"| {_name(row)} | {figures} | {row['seconds']:.1f} | {row['mb_peak']} |"
 
 
+def _option(name: str, value: str) -> str:
+    return f"{name.replace('_', ' ')}={value.lower() if value in ('True', 'False') else value}"
+
+
 def _name(row: dict[str, Any]) -> str:
     tool, method = row["tool"], row["method"]
     if tool == "ours":
         _, *options = row["name"].split(" ")
         chain = f"[{method.replace('+', ', ')}]" if "+" in method else method
-        return ", ".join([f"**qforge** `{chain}`", *(option.lower().replace("_", " ") for option in options)])
+        return ", ".join([f"**qforge** `{chain}`", *(_option(*option.split("=")) for option in options)])
     if tool == "autoround":
         return f"AutoRound, {method} iterations"
     return METHODS[method] if tool == "simple" else f"{TOOLS[tool]} {METHODS[method]}"

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from qforge import numerics
-from qforge.calibration.gradients import CHUNK, head
+from qforge.calibration.gradients import CHUNK, Logits, head
 from qforge.calibration.precision import fast_products
 from qforge.calibration.room import Kept, Room
 from qforge.methods import refine
@@ -28,7 +28,7 @@ from qforge.qlinear import QuantizedLinear
 STEP_TOKENS = 2048  # of one step
 RATE = 1.5e-3  # of a scale, relative to itself, at the first step; it falls to 0 along a cosine. stories15M, int4 group 32, 60 steps: 1e-3 .0258, 1.5e-3 .0257, 4e-3 .0275
 MOMENTS = (0.9, 0.99)
-Logits = Callable[[torch.Tensor], torch.Tensor]
+LIKELY = 1e-3  # as likely as that, in comparison with the likeliest token, at one of `CHUNK` positions: tokens that are not are left out of the divergence there
 
 
 @dataclass(slots=True)
@@ -93,10 +93,14 @@ def tune(
         generator = torch.Generator().manual_seed(0)
         order: list[int] = []
         seen: list[float] = []
+        likely: dict[int, list[torch.Tensor]] = {}
         for step in progress.track(range(1, steps + 1), "tune", steps):
             order = order or torch.randperm(len(batches), generator=generator, device="cpu").tolist()
             batch = order.pop()
-            seen.append(_divergence(blocks, modules, logits, inputs[batch].load(), wanted[batch].load()))
+            target = wanted[batch].load()
+            if batch not in likely:
+                likely[batch] = _likely(logits, target)
+            seen.append(_divergence(blocks, modules, logits, inputs[batch].load(), target, likely[batch]))
             for linear in tuned.values():
                 linear.move(step, RATE * 0.5 * (1 + math.cos(math.pi * (step - 1) / steps)))
         some = max(1, steps // 10)
@@ -140,8 +144,19 @@ def _student(
         yield modules, tuned
 
 
-def _divergence(blocks: BlockModel, modules: Sequence[nn.Module], logits: Logits, hidden: torch.Tensor, wanted: torch.Tensor) -> float:
-    """KL divergence in nats a token; the weights' gradients are left in the modules.
+def _likely(logits: Logits, wanted: torch.Tensor) -> list[torch.Tensor]:
+    """Of every `CHUNK` positions, ids of the tokens that are likely at one of them."""
+    found = []
+    for y in wanted.flatten(0, 1).split(CHUNK):
+        all_logits = logits(y).detach()
+        found.append((all_logits.sub_(all_logits.amax(1, keepdim=True)).amax(0) >= math.log(LIKELY)).nonzero().flatten())
+    return found
+
+
+def _divergence(
+    blocks: BlockModel, modules: Sequence[nn.Module], logits: Logits, hidden: torch.Tensor, wanted: torch.Tensor, likely: Sequence[torch.Tensor]
+) -> float:  # fmt: skip
+    """KL divergence in nats a token, among likely tokens; the weights' gradients are left in the modules.
 
     Args:
         blocks: gives the calls.
@@ -149,14 +164,15 @@ def _divergence(blocks: BlockModel, modules: Sequence[nn.Module], logits: Logits
         logits: of hidden states `[N, D]`, of both models.
         hidden: what the first block takes, `[B, T, D]`.
         wanted: what the original's last block gives, `[B, T, D]`.
+        likely: token ids, of every `CHUNK` positions.
     """
     for index, module in enumerate(modules):
         hidden = blocks.run(index, module, hidden, gradients=True)
     positions = hidden.detach().flatten(0, 1)
     slopes, total = torch.empty_like(positions), 0.0
-    for x, y, slope in zip(positions.split(CHUNK), wanted.flatten(0, 1).split(CHUNK), slopes.split(CHUNK), strict=True):
+    for x, y, tokens, slope in zip(positions.split(CHUNK), wanted.flatten(0, 1).split(CHUNK), likely, slopes.split(CHUNK), strict=True):
         x.requires_grad_()
-        found, target = logits(x), logits(y).detach().log_softmax(-1)
+        found, target = logits(x, tokens), logits(y, tokens).detach().log_softmax(-1)
         log_p = found.detach().log_softmax(-1)
         p = target.exp()
         total += float(torch.linalg.vecdot(p, target - log_p).sum()) / len(positions)

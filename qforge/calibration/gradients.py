@@ -2,24 +2,32 @@
 
 Going back, each block is run once more from its kept inputs, so that one block at a time is in memory.
 
-Letters: B windows, T tokens, D hidden width, O output features, V vocabulary, N positions.
+Letters: B windows, T tokens, D hidden width, O output features, V vocabulary, K some of its tokens, N positions.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from qforge.calibration.precision import fast_products
+from qforge.calibration.precision import factor, fast_products, multiply
 from qforge.calibration.room import Kept, Room
 from qforge.models.blocks import BlockModel
 from qforge.progress import Progress
 
 CHUNK = 128  # positions whose logits exist at once
 Watch = Callable[[str, torch.Tensor], None]
+
+
+class Logits(Protocol):
+    """What follows the last block."""
+
+    def __call__(self, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits `[N, V]` of hidden states `[N, D]`; those of these token ids `[K]` alone, `[N, K]`."""
 
 
 def forwards(blocks: BlockModel, room: Room, batches: Sequence[torch.Tensor], progress: Progress) -> tuple[list[list[Kept]], list[torch.Tensor]]:
@@ -75,10 +83,26 @@ def _by_last(blocks: BlockModel, last: Sequence[torch.Tensor], watch: Watch) -> 
 
 
 @contextlib.contextmanager
-def head(blocks: BlockModel) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """A function from hidden states `[N, D]` to logits `[N, V]`, for gradients by the hidden states."""
-    with blocks.head(gradients=True) as logits, fast_products(blocks.output_head or nn.Identity(), frozen=True):
-        yield logits
+def head(blocks: BlockModel) -> Iterator[Logits]:
+    """From hidden states to logits, for gradients by the hidden states. The head's weight is rounded to what it is multiplied in once."""
+    with blocks.head(gradients=True) as whole:
+        linear: Any = blocks.output_head
+        weight, bias = factor(linear.weight.detach()), linear.bias
+        chosen: torch.Tensor | None = None
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return multiply(x, weight, bias) if chosen is None else multiply(x, weight[chosen], None if bias is None else bias[chosen])
+
+        def logits(hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+            nonlocal chosen
+            chosen = tokens
+            return whole(hidden)
+
+        linear.forward = forward
+        try:
+            yield logits
+        finally:
+            del linear.forward
 
 
 @contextlib.contextmanager

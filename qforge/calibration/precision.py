@@ -20,16 +20,11 @@ from qforge.methods import native
 
 
 @contextlib.contextmanager
-def fast_products(module: nn.Module, *, frozen: bool = False) -> Iterator[None]:
-    """While open, the linears in a module multiply in bf16, where that is faster; inputs and outputs stay what they are.
-
-    Args:
-        module: a linear, or what holds some.
-        frozen: their weights stay what they are, and are rounded once.
-    """
+def fast_products(module: nn.Module) -> Iterator[None]:
+    """While open, the linears in a module multiply in bf16, where that is faster; inputs and outputs stay what they are."""
     linears: list[Any] = [m for m in module.modules() if type(m) is nn.Linear] if native.has_bf16_products() else []
     for linear in linears:
-        linear.forward = functools.partial(_forward, linear, linear.weight.detach().bfloat16() if frozen else None)
+        linear.forward = functools.partial(_forward, linear)
     try:
         yield
     finally:
@@ -37,6 +32,16 @@ def fast_products(module: nn.Module, *, frozen: bool = False) -> Iterator[None]:
             del linear.forward
 
 
-def _forward(linear: nn.Linear, weight: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    out = nn.functional.linear(x.bfloat16(), linear.weight.bfloat16() if weight is None else weight).to(x.dtype)
-    return out if linear.bias is None else out + linear.bias
+def _forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return multiply(x, factor(linear.weight), linear.bias)
+
+
+def factor(weight: torch.Tensor) -> torch.Tensor:
+    """A weight as it is multiplied with: in bf16, where that is faster."""
+    return weight.bfloat16() if native.has_bf16_products() else weight
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x @ weight.T + bias` in the precision of `weight` `[O, I]`, as `factor` gives it; shape and dtype of the result are those of a linear for `x`."""
+    out = nn.functional.linear(x.to(weight.dtype), weight).to(x.dtype)
+    return out if bias is None else out + bias

@@ -38,6 +38,10 @@ class TrtLlmExporter:
             return "lm_head is quantized, and TensorRT-LLM loads output heads unquantized; leave it out (ignore: [lm_head])"
         if model.dtype not in (torch.float16, torch.bfloat16):
             return "TensorRT-LLM computes in 16 bits, and this model is stored in float32; use model.dtype: bfloat16 or float16"
+        names = set(model.weights.names())
+        fused = next((module for module in model.kv_scales if f"{module}.k_proj.weight" not in names), None)
+        if fused is not None:
+            return f"scales of keys and values are stored with k_proj and v_proj, and {fused} has none of its own; use quantize.kv_cache: null"
         kinds = sorted({str(s) for s in model.schemes.values()})
         return f"one scheme for all linears is written here, and this model has {' and '.join(kinds)}" if len(kinds) > 1 else None
 

@@ -252,7 +252,7 @@ def _seconds(plan: Plan, blocks: BlockModel, calibration: int, evaluation: int, 
         seconds += (min(calibration, TOKENS) * (blocks.num_blocks * (3 * FORWARD * block.work + sums) + 2 * head) + coupled * blocks.num_blocks) / rate
     if calibration and plan.options.tune:
         steps = plan.options.tune * min(calibration, endtoend.STEP_TOKENS)
-        seconds += (steps * (3 * FORWARD * block.work * blocks.num_blocks + 3 * head) + calibration * FORWARD * block.work * blocks.num_blocks) / rate
+        seconds += (3 * steps * FORWARD * block.work * blocks.num_blocks + min(steps, calibration) * head + calibration * FORWARD * block.work * blocks.num_blocks) / rate
     return {"quantize": seconds, "evaluate": evaluation * passes * (block.work * blocks.num_blocks + head) / rate}
 
 

@@ -194,6 +194,8 @@ def export_one(artifact: Model, source: Path, format_name: str, type_name: str |
     if folder.resolve() == artifact.assets.resolve() or folder.resolve() in artifact.assets.resolve().parents:
         raise OutputError(f"{folder} holds the model that is exported; choose another --out")
     progress.note(f"writing {folder}")
+    if artifact.kv_scales and format_name not in (*CACHED, "trtllm"):
+        progress.note(f"{format_name} has no place for scales of keys and values: they are left out, and its engines keep keys and values as they like")
     matrix = _builtin_importance(artifact, progress) if importance.weighs(format_name, type_name) else None
     result = ExportResult(format_name, str(folder), **_write(artifact, format_name, type_name, folder, None, matrix))
     value = _verified(result, folder, artifact, "auto", seeded_prompts(_builtin_windows(artifact).ids, POSITIONS))

@@ -21,6 +21,7 @@ from qforge.export.inspection import inspect, summary
 from qforge.export.verify_packed import verify_packed
 from qforge.models.model import open_model
 from qforge.pipeline import plan
+from qforge.progress import Silent
 from qforge.runtime import LLM
 from qforge.runtime.decoder import Decoder
 from qforge.runtime.loader import read
@@ -161,3 +162,30 @@ def test_what_cannot_be_is_refused_before_work_starts(tmp_path: Path, family: st
     with pytest.raises(UnsupportedError, match=says):
         qforge.quantize(recipe(tmp_path, family, **quantize), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_trtllm_has_no_place_for_scales_of_fused_linears(tmp_path: Path) -> None:
+    file = recipe(tmp_path, "phi3", torch.bfloat16, evaluated=False)
+    with pytest.raises(UnsupportedError, match="stored with k_proj and v_proj, and model.layers.0.self_attn has none"):
+        qforge.quantize(file, out=tmp_path / "out", overrides=["export=[{format: trtllm}]"])
+    qforge.quantize(file, out=tmp_path / "out")
+    with pytest.raises(UnsupportedError, match="stored with k_proj and v_proj, and model.layers.0.self_attn has none"):
+        qforge.pipeline.export(tmp_path / "out", "trtllm", out=tmp_path / "trtllm")
+
+
+class Notes(Silent):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def note(self, text: str) -> None:
+        """Keep it."""
+        self.said.append(text)
+
+
+@pytest.mark.parametrize(("format_name", "left_out"), [("mlx", True), ("compressed-tensors", False), ("trtllm", False)])
+def test_an_export_says_whether_it_leaves_the_scales_out(done: tuple[Path, Results], tmp_path: Path, format_name: str, left_out: bool) -> None:
+    notes = Notes()
+    qforge.pipeline.export(done[0] / "out", format_name, out=tmp_path / "there", progress=notes)
+    assert any("no place for scales of keys and values" in note for note in notes.said) == left_out

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import qforge
 from qforge import numerics, pipeline
 from qforge.calibration import endtoend
+from qforge.calibration.gradients import head
 from qforge.calibration.precision import native
 from qforge.calibration.room import Room
 from qforge.errors import UnsupportedError
@@ -42,27 +43,29 @@ def with_weights(folder: Path, linears: dict[str, QuantizedLinear], dtype: torch
     return model
 
 
-def divergence(folder: Path, linears: dict[str, QuantizedLinear], ids: torch.Tensor, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.nn.Module]:
+def divergence(folder: Path, linears: dict[str, QuantizedLinear], ids: torch.Tensor, dtype: torch.dtype = torch.float64, step: int = 1) -> tuple[torch.Tensor, torch.nn.Module]:
+    """Among every `step`-th token of the vocabulary."""
     model = with_weights(folder, linears, dtype)
     with torch.no_grad():
-        wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()(input_ids=ids).logits.log_softmax(-1)
-    found = model(input_ids=ids).logits.log_softmax(-1)
+        wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()(input_ids=ids).logits[..., ::step].log_softmax(-1)
+    found = model(input_ids=ids).logits[..., ::step].log_softmax(-1)
     return (wanted.exp() * (wanted - found)).sum(-1).mean(), model
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
-@pytest.mark.parametrize("text", ["int4-g32-asym", "int3-channel-sym", "fp8-e4m3-channel", "nf4-g32@f32"])
-def test_gradients_by_scales_equal_autograd_over_the_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, text: str) -> None:
+@pytest.mark.parametrize(("text", "step"), [("int4-g32-asym", 1), ("int4-g32-asym", 3), ("int3-channel-sym", 1), ("fp8-e4m3-channel", 1), ("nf4-g32@f32", 2)])
+def test_gradients_by_scales_equal_autograd_over_the_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, text: str, step: int) -> None:
     monkeypatch.setattr(native, "has_bf16_products", lambda: False)
     tiny.make(tmp_path, family)
     blocks, ids = BlockModel(open_model(str(tmp_path))), windows(3, 1)
     linears = rounded(blocks, tmp_path, text)
-    wanted, theirs = divergence(tmp_path, linears, ids)
+    wanted, theirs = divergence(tmp_path, linears, ids, step=step)
     wanted.backward()
     inputs = [Room().keep(h) for h in blocks.embed([ids])]
     last = endtoend._last(blocks, inputs, Room(), SILENT)
-    with endtoend._student(blocks, linears, {}) as (modules, tuned), blocks.head(gradients=True) as logits:
-        found = endtoend._divergence(blocks, modules, logits, inputs[0].load(), last[0].load())
+    with endtoend._student(blocks, linears, {}) as (modules, tuned), head(blocks) as logits:
+        likely = [torch.arange(0, blocks.vocab_size, step)] * 2  # 192 positions
+        found = endtoend._divergence(blocks, modules, logits, inputs[0].load(), last[0].load(), likely)
         assert tuned.keys() == linears.keys()
         for name, linear in tuned.items():
             expected = theirs.get_submodule(name).weight.grad
@@ -75,6 +78,24 @@ def test_gradients_by_scales_equal_autograd_over_the_whole_model(tmp_path: Path,
             linear.move(1, 0.0)
             assert (linear.mean / (1 - endtoend.MOMENTS[0]) - by_scale).norm() < 1e-3 * by_scale.norm(), name
     assert found == pytest.approx(wanted.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_likely_tokens_are_those_of_every_128_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    monkeypatch.setattr(native, "has_bf16_products", lambda: False)
+    monkeypatch.setattr(endtoend, "LIKELY", 0.97)
+    tiny.make(tmp_path, family)
+    blocks, ids = BlockModel(open_model(str(tmp_path))), windows(3, 1)
+    with torch.no_grad():
+        p = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()(input_ids=ids).logits.softmax(-1).flatten(0, 1)
+    last = endtoend._last(blocks, [Room().keep(h) for h in blocks.embed([ids])], Room(), SILENT)
+    with head(blocks) as logits:
+        found = endtoend._likely(logits, last[0].load())
+    assert len(found) == 2
+    for tokens, part in zip(found, p.split(128), strict=True):
+        wanted = {int(token) for row in part for token in range(len(row)) if row[token] >= 0.97 * row.max()}
+        assert set(tokens.tolist()) == wanted
+        assert 0 < len(wanted) < p.shape[1]
 
 
 def test_the_divergence_falls_on_this_text_and_on_other_text(tmp_path: Path) -> None:

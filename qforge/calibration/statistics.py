@@ -42,7 +42,7 @@ class Sums:
         x = inputs.reshape(-1, inputs.shape[-1]).float().contiguous()
         first, self._tokens = self._tokens, self._tokens + x.shape[0]
         if x.numel():
-            self._largest = max(self._largest, float(torch.linalg.vector_norm(x, math.inf)))
+            self._largest = max(self._largest, *(abs(float(end)) for end in torch.aminmax(x)))  # torch's norm of infinite order takes 20 times as long
             self._energy += float(torch.linalg.vector_norm(x)) ** 2
         if self._hessian is not None:
             _add_square(x, self._hessian)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-PANEL = 512  # columns inverted together: products of 512 x 512 blocks run at full speed, and the copy of a panel is small beside the matrix
+PANEL = 256  # columns inverted together: products of such blocks run at full speed, what is computed of their zeros is little, and the copy of a panel is small beside the matrix
 _CHUNK = 1 << 20  # elements converted at once
 
 

@@ -77,7 +77,7 @@ def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, 
         with computing_on(device_of(recipe.run.device)):
             quantize_blocks(job, None if calibration is None or plan.needs == {KV_CACHE} else calibration.ids, pieces.store(), progress)
         if plan.options.tune and calibration is not None:
-            with clock.part("tune"), reusing_freed_memory(sparing=sparing):
+            with clock.part("tune"):
                 pieces.tune(lambda: _tuned(blocks, plan, pieces, calibration.ids, room, progress))
         pieces.drop_states()
     if KV_CACHE in plan.needs and calibration is not None:

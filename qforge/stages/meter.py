@@ -64,8 +64,8 @@ class Meter:
 
 @contextlib.contextmanager
 def reusing_freed_memory(*, sparing: bool = False) -> Iterator[None]:
-    """While open, freed blocks of up to 1 GiB are kept for the next one: gradients of a whole model, whose logits come anew for every few
-    positions, spent a third of their time in page faults (stories15M, 6 steps of tuning: 13.6 and 8.1 s).
+    """While open, freed blocks of up to 1 GiB are kept for the next one: where logits of a whole vocabulary come anew for every few positions, a third of the time went
+    into page faults (stories15M, 6 steps of tuning when they did: 13.6 and 8.1 s). Only for blocks of few sizes: others leave holes.
 
     Args:
         sparing: what `return_freed_memory` was told; then nothing is kept.

@@ -9,12 +9,10 @@ import torch
 
 from qforge.errors import DataError, UnsupportedError
 from qforge.models.model import Model
-from qforge.models.rounded import rounded
 from qforge.plan import Plan
 from qforge.recipe import Recipe
 from qforge.runtime import LLM, SamplingParams
 from qforge.runtime.decoder import supports
-from qforge.scheme import parse
 from qforge.stages import importance
 from qforge.stages.journal import Journal, key
 from qforge.text.calibration import CalibrationSet, Writer, calibration_set, generated, with_generated
@@ -26,7 +24,6 @@ from qforge.text.windows import EvaluationWindows, evaluation_windows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-WRITES_IN = "int8-channel-sym"
 TOGETHER = 128  # sequences that are written at once: every step reads all weights
 
 
@@ -143,10 +140,10 @@ def _lengthened(recipe: Recipe, model: Model, journal: Journal, chosen: Calibrat
 
 
 def _writer(model: Model, seed: int, *, ignore_eos: bool = False) -> Writer:
-    """The model's own continuations, by its own runtime, sampled at temperature 1. With its weights rounded to 8 bits it writes faster, and no worse (docs/log.md)."""
+    """The model's own continuations, by its own runtime, sampled at temperature 1."""
 
     def write(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
         chosen = [SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=seed + i, ignore_eos=ignore_eos) for i in range(len(prompts))]
-        return [o.token_ids for o in LLM(rounded(model, parse(WRITES_IN)), activations="int16", max_num_seqs=TOGETHER).generate(prompts, chosen)]
+        return [o.token_ids for o in LLM(model, max_num_seqs=TOGETHER).generate(prompts, chosen)]
 
     return write

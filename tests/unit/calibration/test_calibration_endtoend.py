@@ -80,8 +80,10 @@ def test_gradients_by_scales_equal_autograd_over_the_whole_model(tmp_path: Path,
     assert found == pytest.approx(wanted.item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("few", [1, 50])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_likely_tokens_are_those_of_every_128_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+def test_likely_tokens_are_those_of_every_128_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, few: int) -> None:
+    monkeypatch.setattr(endtoend, "FEW", few)
     monkeypatch.setattr(native, "has_bf16_products", lambda: False)
     monkeypatch.setattr(endtoend, "LIKELY", 0.97)
     tiny.make(tmp_path, family)
@@ -94,7 +96,8 @@ def test_likely_tokens_are_those_of_every_128_positions(tmp_path: Path, monkeypa
     assert len(found) == 2
     for tokens, part in zip(found, p.split(128), strict=True):
         wanted = {int(token) for row in part for token in range(len(row)) if row[token] >= 0.97 * row.max()}
-        assert set(tokens.tolist()) == wanted
+        assert len(set(tokens.tolist())) == len(tokens) == min(p.shape[1], -(-len(wanted) // few) * few)
+        assert wanted <= set(tokens.tolist())
         assert 0 < len(wanted) < p.shape[1]
 
 

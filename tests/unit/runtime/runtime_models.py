@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qforge import numerics
 from qforge.models.model import Model, open_model
-from qforge.models.rounded import RoundedModel
+from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
 
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
@@ -56,14 +56,25 @@ def transformers_model(name: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32).eval()
 
 
-def quantized(name: str, scheme: Callable[[str], str | None], head: str | None = None) -> tuple[RoundedModel, PreTrainedModel]:
+class Quantized(Model):
+    """A model whose linears are rounded when they are asked for."""
+
+    def linear(self, name: str) -> QuantizedLinear:
+        """The rounded linear."""
+        names = self.weights.names()
+        weight, scheme = self.weights.read(f"{name}.weight" if f"{name}.weight" in names else "model.embed_tokens.weight"), self.schemes[name]
+        scales, zeros = numerics.minmax_parameters(weight, scheme)
+        return numerics.quantize(weight, scheme, scales, zeros, bias=self.weights.read(f"{name}.bias") if f"{name}.bias" in names else None)
+
+
+def quantized(name: str, scheme: Callable[[str], str | None], head: str | None = None) -> tuple[Quantized, PreTrainedModel]:
     """A tiny model with linears rounded by `scheme(module name)`, its tied head and embedding by `head`, and transformers' model with the same dequantized weights."""
     plain = model(name)
     linears = [n.removesuffix(".weight") for n in plain.weights.names() if "_proj." in n and n.endswith(".weight")]
     schemes = {n: parse(text) for n in linears if (text := scheme(n)) is not None}
     if head is not None:
         schemes["lm_head"] = parse(head)
-    ours = RoundedModel(**{f: getattr(plain, f) for f in plain.__dataclass_fields__})
+    ours = Quantized(**{f: getattr(plain, f) for f in plain.__dataclass_fields__})
     ours = replace(ours, schemes=schemes)
     theirs = AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32).eval()
     modules = dict(theirs.named_modules())

@@ -86,6 +86,9 @@ def _by_last(blocks: BlockModel, last: Sequence[torch.Tensor], watch: Watch) -> 
 def head(blocks: BlockModel) -> Iterator[Logits]:
     """From hidden states to logits, for gradients by the hidden states. The head's weight is rounded to what it is multiplied in once."""
     with blocks.head(gradients=True) as whole:
+        if type(blocks.output_head) is not nn.Linear:
+            yield lambda hidden, tokens=None: whole(hidden) if tokens is None else whole(hidden)[:, tokens]
+            return
         linear: Any = blocks.output_head
         weight, bias = factor(linear.weight.detach()), linear.bias
         chosen: torch.Tensor | None = None

@@ -80,6 +80,18 @@ def test_gradients_by_scales_equal_autograd_over_the_whole_model(tmp_path: Path,
     assert found == pytest.approx(wanted.item(), rel=1e-4)
 
 
+def test_a_head_that_is_no_plain_linear_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "has_bf16_products", lambda: False)
+    tiny.make(tmp_path, "gemma2")
+    blocks, hidden, tokens = BlockModel(open_model(str(tmp_path))), torch.randn(5, 64), torch.tensor([7, 3, 250])
+    with head(blocks) as logits:
+        wanted = [logits(hidden), logits(hidden, tokens)]
+    assert torch.allclose(wanted[1], wanted[0][:, tokens], atol=1e-5)
+    blocks.output_head = None
+    with head(blocks) as logits:
+        torch.testing.assert_close([logits(hidden), logits(hidden, tokens)], wanted)
+
+
 @pytest.mark.parametrize("few", [1, 50])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_likely_tokens_are_those_of_every_128_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, few: int) -> None:

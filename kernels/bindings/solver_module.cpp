@@ -68,9 +68,22 @@ NB_MODULE(_solver, m) {
     m.def("has_bf16_products", &qforge::has_bf16_products);
     m.def(
         "add_products",
-        [](Pool &pool, uintptr_t left, uintptr_t right, int64_t tokens, int64_t width, bool lower, uintptr_t into) {
-            qforge::add_products(pool, pointer<const float>(left), pointer<const float>(right), tokens, width, lower, pointer<float>(into));
+        [](Pool &pool, uintptr_t left, uintptr_t right, int64_t tokens, int64_t left_width, int64_t right_width, bool lower, uintptr_t into) {
+            qforge::add_products(pool, pointer<const float>(left), pointer<const float>(right), tokens, left_width, right_width, lower, pointer<float>(into));
         },
-        nb::arg("pool"), nb::arg("left"), nb::arg("right"), nb::arg("tokens"), nb::arg("width"), nb::arg("lower"), nb::arg("into"),
+        nb::arg("pool"), nb::arg("left"), nb::arg("right"), nb::arg("tokens"), nb::arg("left_width"), nb::arg("right_width"), nb::arg("lower"), nb::arg("into"),
         nb::call_guard<nb::gil_scoped_release>());
+    m.def("packed_words", &qforge::packed_words, nb::arg("outputs"), nb::arg("inputs"));
+    m.def(
+        "pack_weight",
+        [](Pool &pool, uintptr_t weight, int64_t rows, int64_t columns, bool transposed, uintptr_t packed) {
+            qforge::pack_weight(pool, pointer<const float>(weight), rows, columns, transposed, pointer<uint32_t>(packed));
+        },
+        nb::arg("pool"), nb::arg("weight"), nb::arg("rows"), nb::arg("columns"), nb::arg("transposed"), nb::arg("packed"), nb::call_guard<nb::gil_scoped_release>());
+    m.def(
+        "multiply",
+        [](Pool &pool, uintptr_t x, int64_t tokens, int64_t inputs, uintptr_t packed, int64_t outputs, uintptr_t y) {
+            qforge::multiply(pool, pointer<const float>(x), tokens, inputs, pointer<const uint32_t>(packed), outputs, pointer<float>(y));
+        },
+        nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("inputs"), nb::arg("packed"), nb::arg("outputs"), nb::arg("y"), nb::call_guard<nb::gil_scoped_release>());
 }

@@ -51,9 +51,10 @@ def lockstep(
     room: Room,
     rounding: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
     passed: Mapping[str, nn.Module] = MappingProxyType({}),
+    followers: frozenset[str] = frozenset(),
     seen: Callable[[str, int, torch.Tensor], None] = lambda name, batch, x: None,
 ) -> Iterator[Stop]:
-    """Run a block on all batches, yielding at every linear, in the order of `linears`; between two yields the linear's weight may be replaced.
+    """Run a block on all batches, yielding at every linear but the followers, in the order of `linears`; between two yields its weight, and its followers', may be replaced.
 
     Args:
         linears: those to stop at, by name, in the order in which the block calls them.
@@ -63,12 +64,13 @@ def lockstep(
         room: keeps waiting inputs and outputs.
         rounding: what a linear does to its input first, by name; may be added to between two yields.
         passed: submodules where nobody waits, by name.
+        followers: linears where nobody waits, either: they take what the one before them took (`sharing.find_followers`).
         seen: told of what each of those takes, with its name and the number of the batch.
     """
     order = {name: place for place, name in enumerate(linears)}
     handles = [module.register_forward_pre_hook(_waits(name, rounding)) for name, module in {**passed, **linears}.items()]
     try:
-        flights = [_Flight(run, batch, room, {name: functools.partial(seen, name, i) for name in passed}) for i, batch in enumerate(batches)]
+        flights = [_Flight(run, batch, room, {name: functools.partial(seen, name, i) for name in passed}, followers) for i, batch in enumerate(batches)]
         for flight in flights:
             flight.go()
         before: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -106,10 +108,10 @@ def _waits(name: str, rounding: Mapping[str, Callable[[torch.Tensor], torch.Tens
 class _Flight:
     """One batch on its way through the block. While it waits, what its frames hold may lie on disk, in tensors without memory."""
 
-    def __init__(self, run: Run, batch: Kept, room: Room, passed: Mapping[str, Callable[[torch.Tensor], None]]) -> None:
+    def __init__(self, run: Run, batch: Kept, room: Room, passed: Mapping[str, Callable[[torch.Tensor], None]], followers: frozenset[str]) -> None:
         self._room = room
         self._batch: Kept | None = batch
-        self._passed = passed
+        self._passed, self._followers = passed, followers
         self._stack = greenlet.greenlet(run)
         self._parking = Parking(room)
         self._gradients = torch.is_grad_enabled()  # in the call, which may turn them off and on; the thread has one mode for all calls
@@ -120,11 +122,17 @@ class _Flight:
 
     def go(self) -> None:
         """On to the next linear, or to the end."""
-        self._held = None
+        taken, self._held = self._held, None
         arrived = self._start() if self._batch is not None else self._switch()
-        while not self._stack.dead and arrived[0] in self._passed:
-            self._passed[arrived[0]](arrived[1])
+        while not self._stack.dead:
+            if arrived[0] in self._followers:
+                assert arrived[1] is taken, f"{arrived[0]} takes something else than the linear before it"
+            elif arrived[0] in self._passed:
+                self._passed[arrived[0]](arrived[1])
+            else:
+                break
             arrived = self._switch()
+        del taken
         if self._stack.dead:
             self._parking.leave()
             self.at, self._done = None, self._room.keep(arrived)

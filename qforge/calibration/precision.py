@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,8 +24,9 @@ from qforge.methods import native
 def fast_products(module: nn.Module) -> Iterator[None]:
     """While open, the linears in a module multiply in bf16, where that is faster; inputs and outputs stay what they are."""
     linears: list[Any] = [m for m in module.modules() if type(m) is nn.Linear] if native.has_bf16_products() else []
+    latest = _Latest()
     for linear in linears:
-        linear.forward = functools.partial(_forward, linear)
+        linear.forward = functools.partial(_forward, linear, latest)
     try:
         yield
     finally:
@@ -32,8 +34,54 @@ def fast_products(module: nn.Module) -> Iterator[None]:
             del linear.forward
 
 
-def _forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return multiply(x, factor(linear.weight), linear.bias)
+def _forward(linear: nn.Linear, latest: _Latest, x: torch.Tensor) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1]).float().contiguous()
+    y: torch.Tensor = _Product.apply(rows, linear.weight, latest.packed(linear.weight))  # type: ignore[no-untyped-call]
+    out = y.view(*x.shape[:-1], -1).to(x.dtype)
+    return out if linear.bias is None else out + linear.bias
+
+
+class _Latest:
+    """The weight that was multiplied with last, packed: batch after batch passes a linear."""
+
+    def __init__(self) -> None:
+        self._weight: weakref.ref[torch.Tensor] | None = None
+        self._version = 0
+        self._packed = torch.empty(0)
+
+    def packed(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight `[O, I]` as `native.multiply` reads it."""
+        if self._weight is None or self._weight() is not weight or self._version != weight._version:
+            self._packed = torch.empty(0)  # before the next comes into being
+            self._packed = native.pack_weight(weight.detach().contiguous())
+            self._weight, self._version = weakref.ref(weight), weight._version
+        return self._packed
+
+
+class _Product(torch.autograd.Function):
+    """`x @ weight.T` of `[N, I]` and `[O, I]`, both fp32; its gradients are products in bf16, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        found: torch.Tensor = _multiply(x, packed, weight.shape[0])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        (x, weight), gradient = ctx.saved_tensors, gradients[0].contiguous()
+        by_x = by_weight = None
+        if ctx.needs_input_grad[0]:
+            by_x = native.multiply(gradient, native.pack_weight(weight.contiguous(), transposed=True), weight.shape[1])
+        if ctx.needs_input_grad[1]:
+            by_weight = torch.zeros_like(weight)
+            native.add_products(gradient, x, by_weight)
+        return by_x, by_weight, None
+
+
+@torch.library.custom_op("qforge::multiply", mutates_args=())  # an operation, so that modes which watch operations see what it reads (`Parking`)
+def _multiply(x: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
+    return native.multiply(x, packed, out_features)
 
 
 def factor(weight: torch.Tensor) -> torch.Tensor:

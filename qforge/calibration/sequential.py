@@ -175,12 +175,14 @@ def _quantize_in_order(
     targets: dict[str, torch.Tensor] = {}
     weighing = job.outputs(index)
     stats: Stats | None = None
-    passed: nn.Linear | None = None
+    passed: list[nn.Linear] = []
     for arrival in text.through(index, module, linears, folds):
         name = arrival.name
-        if passed is not None and job.tuner is None:
-            release(passed)  # every batch that runs it has done so
-        linear = passed = linears[name]
+        if not arrival.repeated and job.tuner is None:
+            while passed:
+                release(passed.pop())  # every batch that runs it has done so
+        linear = linears[name]
+        passed.append(linear)
         if not arrival.repeated or stats is None:
             stats = None  # before the next linear's come into being
             stats = _gathered(job, arrival.sums)

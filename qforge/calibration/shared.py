@@ -47,7 +47,7 @@ class Part:
         self._module: nn.Module | None = None
         self._arrivals: Iterator[Arrival] = iter(())
         self._arrival: Arrival | None = None
-        self._passed: nn.Module | None = None
+        self._passed: list[nn.Module] = []
         self._found: dict[str, Held] = {}
 
     def give(self, name: str, hidden: torch.Tensor) -> None:
@@ -84,10 +84,11 @@ class Part:
         """Go on through the quantized linear; as `begin`, None behind the block."""
         assert self._arrival is not None
         self._arrival.put(q)
-        reached = self._blocks.linears(index)[self._arrival.name]
+        self._passed.append(self._blocks.linears(index)[self._arrival.name])
         following = self._next()
-        if following is not None:
-            release(reached)  # every batch that runs it has done so
+        if following is None or not following[1]:
+            while self._passed:
+                release(self._passed.pop())  # every batch that runs it has done so
         return following
 
     def head_sums(self, in_features: int) -> Sums:

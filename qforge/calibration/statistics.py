@@ -50,7 +50,7 @@ class Sums:
             here = originals.reshape(x.shape)
             _add_products(here.float().sub_(x.to(here.dtype)), x, self._cross)  # rounded alike: equal inputs have no difference
         if self._residual is not None and lacking is not None:
-            self._residual.addmm_(lacking.reshape(len(x), -1).float().T, x)
+            _add_products(lacking.reshape(len(x), -1).float().contiguous(), x, self._residual)
         if self._absmax is not None:
             self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
         if self._sample is not None:
@@ -112,7 +112,7 @@ def _add_square(x: torch.Tensor, into: torch.Tensor) -> None:
 
 
 def _add_products(left: torch.Tensor, right: torch.Tensor, into: torch.Tensor) -> None:
-    """Add left^T right `[I, I]`."""
+    """Add left^T right, `[N, O]` and `[N, I]`."""
     if native.has_bf16_products():
         native.add_products(left, right, into)
     else:

@@ -26,6 +26,7 @@ from qforge.calibration.tuning import step_rows
 from qforge.models.blocks import BlockModel
 from qforge.models.links import Link
 from qforge.models.residuals import find_residuals
+from qforge.models.sharing import find_followers
 from qforge.qlinear import QuantizedLinear
 
 BATCH_TOKENS = 1024  # enough for matrix products at full speed; more, and what an operation leaves is gone from the caches before the next one reads it
@@ -37,7 +38,7 @@ class Arrival:
 
     Attributes:
         name: of the linear.
-        repeated: whether its inputs are those of the arrival before (query, key and value projections).
+        repeated: whether its inputs are those of the arrival before (query, key and value projections); batches may not have run that one yet.
         sums: over its inputs, to be asked for at most once.
         put: has the stream go on through the quantized linear.
     """
@@ -156,10 +157,12 @@ class Streams:
             assert wanted is not None
             lacking[tap][batch] = self._room.copy(wanted.float().sub_(x.to(wanted.dtype)))
 
-        for stop in lockstep(linears, run, self.quantized, outputs, self._room, roundings, taps, compare):
-            linear = linears[stop.name]
-            sums = functools.partial(self._sums, stop, linear, originals, added.get(stop.name, {}))
-            yield Arrival(stop.name, stop.repeated, sums, functools.partial(_put, stop.name, linear, roundings))
+        followers = find_followers(linears, run, self.probe)
+        behind = frozenset(name for names in followers.values() for name in names)
+        for stop in lockstep(linears, run, self.quantized, outputs, self._room, roundings, taps, behind, compare):
+            sums = functools.partial(self._sums, stop, linears[stop.name], originals, added.get(stop.name, {}))
+            for name in (stop.name, *followers.get(stop.name, ())):
+                yield Arrival(name, stop.repeated or name != stop.name, sums, functools.partial(_put, name, linears[name], roundings))
         self.quantized[:] = outputs
 
     def head_sums(self, in_features: int) -> Sums:

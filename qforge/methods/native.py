@@ -204,18 +204,39 @@ def add_products(left: torch.Tensor, right: torch.Tensor, into: torch.Tensor, *,
     """Add `left^T right` in bf16 with fp32 sums (kernels/include/qforge/products.h).
 
     Args:
-        left: `[N, I]` fp32.
-        right: likewise.
-        into: `[I, I]` fp32.
+        left: `[N, O]` fp32.
+        right: `[N, I]` fp32.
+        into: `[O, I]` fp32.
         lower: only on and below the diagonal; what lies above within a tile of `tile()` columns is added to as well.
     """
     native = module()
     assert native is not None
-    for x in (left, right):
+    for x, shape in ((left, (left.shape[0], into.shape[0])), (right, (left.shape[0], into.shape[1])), (into, into.shape)):
         assert x.dtype == torch.float32
         assert x.is_contiguous()
-        assert x.shape == (left.shape[0], len(into))
-    assert into.shape == (len(into), len(into))
-    assert into.dtype == torch.float32
-    assert into.is_contiguous()
-    native.add_products(_pool(torch.get_num_threads()), left.data_ptr(), right.data_ptr(), *left.shape, lower, into.data_ptr())
+        assert x.shape == shape
+    native.add_products(_pool(torch.get_num_threads()), left.data_ptr(), right.data_ptr(), left.shape[0], *into.shape, lower, into.data_ptr())
+
+
+def pack_weight(weight: torch.Tensor, *, transposed: bool = False) -> torch.Tensor:
+    """A weight `[O, I]` fp32 (with `transposed` `[I, O]`) in bf16 as `multiply` reads it, int32."""
+    native = module()
+    assert native is not None
+    assert weight.dtype == torch.float32
+    assert weight.is_contiguous()
+    rows, columns = weight.shape
+    packed = torch.empty(native.packed_words(columns, rows) if transposed else native.packed_words(rows, columns), dtype=torch.int32)
+    native.pack_weight(_pool(torch.get_num_threads()), weight.data_ptr(), rows, columns, transposed, packed.data_ptr())
+    return packed
+
+
+def multiply(x: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
+    """`[N, O]` fp32: inputs `[N, I]` fp32 times a packed weight, in bf16 with fp32 sums."""
+    native = module()
+    assert native is not None
+    assert x.dtype == torch.float32
+    assert x.is_contiguous()
+    assert packed.numel() == native.packed_words(out_features, x.shape[1])
+    y = torch.empty(x.shape[0], out_features)
+    native.multiply(_pool(torch.get_num_threads()), x.data_ptr(), *x.shape, packed.data_ptr(), out_features, y.data_ptr())
+    return y

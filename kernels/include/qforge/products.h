@@ -1,4 +1,4 @@
-// Sums of products of activations, X^T Y over tokens, in bf16 with fp32 sums: twice the rate of fp32 on CPUs with AVX512-BF16.
+// Products in bf16 with fp32 sums, of fp32 matrices: twice the rate of fp32 on CPUs with AVX512-BF16. Every sum has one fixed order, whatever the number of threads.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +7,20 @@
 
 namespace qforge {
 
-// Whether this CPU can run add_products.
+// Whether this CPU can run them.
 bool has_bf16_products();
 
-// into[i, j] += sum over tokens of left[t, i] * right[t, j], both rounded to bf16; left, right: [tokens, width] fp32; into: [width, width] fp32. With `lower` only for i >= j, and for what shares a tile of
-// kTile x kTile with such an element. Every sum has one fixed order, whatever the number of threads.
 constexpr int64_t kTile = 32;
-void add_products(Pool &pool, const float *left, const float *right, int64_t tokens, int64_t width, bool lower, float *into);
+
+// into[i, j] += sum over tokens of left[t, i] * right[t, j], both rounded to bf16; left, right: [tokens, their width] fp32; into: [left_width, right_width] fp32. With `lower` only for i >= j, and for
+// what shares a tile of kTile x kTile with such an element.
+void add_products(Pool &pool, const float *left, const float *right, int64_t tokens, int64_t left_width, int64_t right_width, bool lower, float *into);
+
+// A weight for `multiply`: [panels of kTile outputs][pairs of inputs][kTile] pairs of bf16. weight: [rows, columns] fp32: outputs x inputs, or with `transposed` inputs x outputs; packed: aligned to 64 bytes.
+int64_t packed_words(int64_t outputs, int64_t inputs);
+void pack_weight(Pool &pool, const float *weight, int64_t rows, int64_t columns, bool transposed, uint32_t *packed);
+
+// y[t, o] = sum over inputs of x[t, i] * weight[o, i], both rounded to bf16; x: [tokens, inputs] fp32; y: [tokens, outputs] fp32.
+void multiply(Pool &pool, const float *x, int64_t tokens, int64_t inputs, const uint32_t *packed, int64_t outputs, float *y);
 
 }  // namespace qforge

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from peers import kept, others, ours, table
+from peers import floor, kept, others, ours, table
 from peers.judge import Judge
 from peers.runs import OURS, PEERS, Run, parse
 from peers.texts import Tokens, gather
@@ -48,7 +48,8 @@ def main() -> int:
     failures = [failure for job in jobs if (failure := execute(job, merged, model.fingerprint(), tokens, tools, args.out, args.reuse))]
     judge = Judge(model, tokens.windows)
     rows = [row(job, args.out / job.folder, judge) for job in jobs if (args.out / job.folder / "meter.json").is_file()]
-    text = "\n\n".join(filter(None, [table.main_table(rows), table.ratio_table(rows), *failures]))
+    least = floor.multiplications(model, tokens.calibration.tokens)
+    text = "\n\n".join(filter(None, [table.main_table(rows), table.ratio_table(rows), table.floor_table(rows, least), *failures]))
     print(text)
     content = describe(args, tokens, rows, failures)
     for folder, stem in [(args.out, "table")] + [(RESULTS, f"vs_quantizers-{args.save}")] * bool(args.save):
@@ -133,6 +134,7 @@ def row(job: Run, folder: Path, judge: Judge) -> dict[str, Any]:
         "mb_before": meter["rss_before_mb"],
         "mb_peak": meter["rss_peak_mb"],
         "load": meter["load"],
+        "multiplications_per_s": meter.get("multiplications_per_s"),
         "versions": meter["versions"],
     }
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from peers import floor
 from peers.libraries import resident
 from peers.runs import Run
 from peers.texts import Tokens
@@ -28,10 +29,11 @@ def run(job: Run, model: Path, tokens: Tokens, folder: Path) -> None:
         RuntimeError: the run failed, or was calibrated on other ids.
     """
     (folder / "recipe.yaml").write_text(json.dumps(recipe(job, model, tokens), indent=1))
-    load, start = os.getloadavg()[0], time.perf_counter()
+    load, before, start = os.getloadavg()[0], floor.rate(), time.perf_counter()
     command = [sys.executable, "-m", "qforge", "quantize", "--recipe", str(folder / "recipe.yaml"), "--out", str(folder / "run"), "--fresh"]
     done = subprocess.run(command, capture_output=True, text=True)
     seconds = time.perf_counter() - start
+    after = floor.rate()
     (folder / "log.txt").write_text(done.stdout + done.stderr)
     if done.returncode != 0:
         raise RuntimeError(f"qforge ended with {done.returncode}: {done.stderr.strip()[-500:]}")
@@ -40,7 +42,8 @@ def run(job: Run, model: Path, tokens: Tokens, folder: Path) -> None:
     if seen not in (None, tokens.calibration.sha256):
         raise RuntimeError(f"the run was calibrated on the ids {seen}, the peers see {tokens.calibration.sha256}")
     save_file(changed(open_model(str(folder / "run")), open_model(str(model))), folder / "weights.safetensors")
-    (folder / "meter.json").write_text(json.dumps(cost(job, results) | {"process_s": round(seconds, 2), "load": load}, indent=1))
+    around = {"process_s": round(seconds, 2), "load": load, "multiplications_per_s": (before + after) / 2}
+    (folder / "meter.json").write_text(json.dumps(cost(job, results) | around, indent=1))
 
 
 def recipe(job: Run, model: Path, tokens: Tokens) -> dict[str, Any]:

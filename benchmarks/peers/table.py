@@ -38,6 +38,16 @@ def ratio_table(rows: Sequence[Row]) -> str:
     return "\n".join([RATIOS, "|---" * RATIOS.count("| ") + "|", *lines])
 
 
+def floor_table(rows: Sequence[Row], multiplications: float) -> str:
+    """Ours that calibrate on the text that all are given, beside the least that GPTQ takes on it (`floor.py`) at the rate measured right before and after each run."""
+    found = [
+        (row, multiplications / row["multiplications_per_s"]) for row in rows if row["method"] == "gptq" and row.get("multiplications_per_s") and "generated" not in row["name"]
+    ]
+    lines = [f"| {row['name']} | {row['multiplications_per_s'] / 1e9:.0f} | {least:.1f} | {row['seconds']:.1f} | {row['seconds'] / least:.2f} |" for row, least in found]
+    head = f"| ours | fp32 product, GMAC/s | floor of one pass ({multiplications / 1e12:.2f} TMAC), s | seconds | ratio |"
+    return "\n".join([head, "|---" * 5 + "|", *lines]) if lines else ""
+
+
 def _line(row: Row) -> str:
     interval = "-" if row["kl_ci95"] is None else f"{row['kl_ci95'][0]:.4f}-{row['kl_ci95'][1]:.4f}"
     return (

@@ -76,10 +76,10 @@ NB_MODULE(_solver, m) {
     m.def("packed_words", &qforge::packed_words, nb::arg("outputs"), nb::arg("inputs"));
     m.def(
         "pack_weight",
-        [](Pool &pool, uintptr_t weight, int64_t rows, int64_t columns, bool transposed, uintptr_t packed) {
-            qforge::pack_weight(pool, pointer<const float>(weight), rows, columns, transposed, pointer<uint32_t>(packed));
+        [](Pool &pool, uintptr_t weight, int64_t outputs, int64_t inputs, uintptr_t packed) {
+            qforge::pack_weight(pool, pointer<const float>(weight), outputs, inputs, pointer<uint32_t>(packed));
         },
-        nb::arg("pool"), nb::arg("weight"), nb::arg("rows"), nb::arg("columns"), nb::arg("transposed"), nb::arg("packed"), nb::call_guard<nb::gil_scoped_release>());
+        nb::arg("pool"), nb::arg("weight"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("packed"), nb::call_guard<nb::gil_scoped_release>());
     m.def(
         "multiply",
         [](Pool &pool, uintptr_t x, int64_t tokens, int64_t inputs, uintptr_t packed, int64_t outputs, uintptr_t y) {

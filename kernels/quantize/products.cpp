@@ -46,9 +46,9 @@ QFORGE_BF16 __m512i row_of(const Matrix &m, int64_t row, int64_t column) {
     return _mm512_cvtepu16_epi32(reinterpret_cast<const __m256i &>(rounded));
 }
 
-// Columns of a panel, rows 2 by 2 from `first` on.
-QFORGE_BF16 void pack_columns(const Matrix &m, int64_t first, int64_t pairs, int64_t panel, uint32_t *into) {
-    for (int64_t pair = 0; pair < pairs; ++pair)
+// Columns of a panel, 256 rows 2 by 2 from `first` on.
+QFORGE_BF16 void pack_columns(const Matrix &m, int64_t first, int64_t panel, uint32_t *into) {
+    for (int64_t pair = 0; pair < kPairs; ++pair)
         for (int64_t half = 0; half < kTile; half += 16) {
             const int64_t row = first + 2 * pair, column = panel * kTile + half;
             const __m512i even = row_of(m, row, column), odd = row_of(m, row + 1, column);
@@ -184,9 +184,9 @@ void add_products(Pool &pool, const float *left, const float *right, int64_t tok
             [](void *context, int task, int) {
                 const Job &job = *static_cast<Job *>(context);
                 if (task < job.left_panels)
-                    pack_columns(job.left, job.first, kPairs, task, job.packed_left + task * kPanel);
+                    pack_columns(job.left, job.first, task, job.packed_left + task * kPanel);
                 else
-                    pack_columns(job.right, job.first, kPairs, task - job.left_panels, job.packed_right + (task - job.left_panels) * kPanel);
+                    pack_columns(job.right, job.first, task - job.left_panels, job.packed_right + (task - job.left_panels) * kPanel);
             },
             &job);
         pool.run(
@@ -196,22 +196,17 @@ void add_products(Pool &pool, const float *left, const float *right, int64_t tok
 
 int64_t packed_words(int64_t outputs, int64_t inputs) { return panels_of(outputs) * ((inputs + 1) / 2) * kTile; }
 
-void pack_weight(Pool &pool, const float *weight, int64_t rows, int64_t columns, bool transposed, uint32_t *packed) {
+void pack_weight(Pool &pool, const float *weight, int64_t outputs, int64_t inputs, uint32_t *packed) {
     struct Packing {
         Matrix weight;
-        bool transposed;
         int64_t pairs;
         uint32_t *packed;
-    } packing{{weight, rows, columns}, transposed, ((transposed ? rows : columns) + 1) / 2, packed};
+    } packing{{weight, outputs, inputs}, (inputs + 1) / 2, packed};
     pool.run(
-        static_cast<int>(panels_of(transposed ? columns : rows)),
+        static_cast<int>(panels_of(outputs)),
         [](void *context, int panel, int) {
             const auto &p = *static_cast<Packing *>(context);
-            uint32_t *into = p.packed + panel * p.pairs * kTile;
-            if (p.transposed)
-                pack_columns(p.weight, 0, p.pairs, panel, into);
-            else
-                pack_rows(p.weight, p.pairs, panel, into);
+            pack_rows(p.weight, p.pairs, panel, p.packed + panel * p.pairs * kTile);
         },
         &packing);
 }
@@ -244,7 +239,7 @@ void multiply(Pool &pool, const float *x, int64_t tokens, int64_t inputs, const 
 bool has_bf16_products() { return false; }
 int64_t packed_words(int64_t, int64_t) { std::abort(); }
 void add_products(Pool &, const float *, const float *, int64_t, int64_t, int64_t, bool, float *) { std::abort(); }
-void pack_weight(Pool &, const float *, int64_t, int64_t, bool, uint32_t *) { std::abort(); }
+void pack_weight(Pool &, const float *, int64_t, int64_t, uint32_t *) { std::abort(); }
 void multiply(Pool &, const float *, int64_t, int64_t, const uint32_t *, int64_t, float *) { std::abort(); }
 
 #endif

@@ -35,8 +35,9 @@ def fast_products(module: nn.Module) -> Iterator[None]:
 
 
 def _forward(linear: nn.Linear, latest: _Latest, x: torch.Tensor) -> torch.Tensor:
-    rows = x.reshape(-1, x.shape[-1]).float().contiguous()
-    y: torch.Tensor = _Product.apply(rows, linear.weight, latest.packed(linear.weight))  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled():
+        return multiply(x, factor(linear.weight), linear.bias)
+    y: torch.Tensor = _multiply(x.reshape(-1, x.shape[-1]).float().contiguous(), latest.packed(linear.weight), len(linear.weight))
     out = y.view(*x.shape[:-1], -1).to(x.dtype)
     return out if linear.bias is None else out + linear.bias
 
@@ -56,27 +57,6 @@ class _Latest:
             self._packed = native.pack_weight(weight.detach().contiguous())
             self._weight, self._version = weakref.ref(weight), weight._version
         return self._packed
-
-
-class _Product(torch.autograd.Function):
-    """`x @ weight.T` of `[N, I]` and `[O, I]`, both fp32; its gradients are products in bf16, too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        found: torch.Tensor = _multiply(x, packed, weight.shape[0])
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        (x, weight), gradient = ctx.saved_tensors, gradients[0].contiguous()
-        by_x = by_weight = None
-        if ctx.needs_input_grad[0]:
-            by_x = native.multiply(gradient, native.pack_weight(weight.contiguous(), transposed=True), weight.shape[1])
-        if ctx.needs_input_grad[1]:
-            by_weight = torch.zeros_like(weight)
-            native.add_products(gradient, x, by_weight)
-        return by_x, by_weight, None
 
 
 @torch.library.custom_op("qforge::multiply", mutates_args=())  # an operation, so that modes which watch operations see what it reads (`Parking`)

@@ -15,8 +15,9 @@ from qforge import __version__
 from qforge.errors import QforgeError, RecipeError
 
 # Threads of torch's that wait for work give their core away instead of spinning. On a machine that is busy otherwise GPTQ of a small model took 87 s spinning and 7.5 s so.
-# OpenMP reads this when torch is imported, which every verb does later.
+# They do so after some 50 us, as our own do: to be woken for every operation costs a tenth of tuning's time. OpenMP reads both when torch is imported, which every verb does later.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 # Tensors of 2 MiB and more take huge pages, where the kernel lets a process ask for them: quantizing hands memory back at once (stages.meter), and a block of TinyLlama's shape
 # spent 23 s of 100 in page faults, with huge pages 10 of 86. torch reads this with its first tensor.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

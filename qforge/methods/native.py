@@ -218,15 +218,14 @@ def add_products(left: torch.Tensor, right: torch.Tensor, into: torch.Tensor, *,
     native.add_products(_pool(torch.get_num_threads()), left.data_ptr(), right.data_ptr(), left.shape[0], *into.shape, lower, into.data_ptr())
 
 
-def pack_weight(weight: torch.Tensor, *, transposed: bool = False) -> torch.Tensor:
-    """A weight `[O, I]` fp32 (with `transposed` `[I, O]`) in bf16 as `multiply` reads it, int32."""
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """A weight `[O, I]` fp32 in bf16 as `multiply` reads it, int32."""
     native = module()
     assert native is not None
     assert weight.dtype == torch.float32
     assert weight.is_contiguous()
-    rows, columns = weight.shape
-    packed = torch.empty(native.packed_words(columns, rows) if transposed else native.packed_words(rows, columns), dtype=torch.int32)
-    native.pack_weight(_pool(torch.get_num_threads()), weight.data_ptr(), rows, columns, transposed, packed.data_ptr())
+    packed = torch.empty(native.packed_words(*weight.shape), dtype=torch.int32)
+    native.pack_weight(_pool(torch.get_num_threads()), weight.data_ptr(), *weight.shape, packed.data_ptr())
     return packed
 
 

@@ -73,17 +73,10 @@ NB_MODULE(_solver, m) {
         },
         nb::arg("pool"), nb::arg("left"), nb::arg("right"), nb::arg("tokens"), nb::arg("left_width"), nb::arg("right_width"), nb::arg("lower"), nb::arg("into"),
         nb::call_guard<nb::gil_scoped_release>());
-    m.def("packed_words", &qforge::packed_words, nb::arg("outputs"), nb::arg("inputs"));
-    m.def(
-        "pack_weight",
-        [](Pool &pool, uintptr_t weight, int64_t outputs, int64_t inputs, uintptr_t packed) {
-            qforge::pack_weight(pool, pointer<const float>(weight), outputs, inputs, pointer<uint32_t>(packed));
-        },
-        nb::arg("pool"), nb::arg("weight"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("packed"), nb::call_guard<nb::gil_scoped_release>());
     m.def(
         "multiply",
-        [](Pool &pool, uintptr_t x, int64_t tokens, int64_t inputs, uintptr_t packed, int64_t outputs, uintptr_t y) {
-            qforge::multiply(pool, pointer<const float>(x), tokens, inputs, pointer<const uint32_t>(packed), outputs, pointer<float>(y));
+        [](Pool &pool, uintptr_t x, int64_t tokens, int64_t inputs, uintptr_t weight, int64_t outputs, uintptr_t y) {
+            qforge::multiply(pool, pointer<const float>(x), tokens, inputs, pointer<const float>(weight), outputs, pointer<float>(y));
         },
-        nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("inputs"), nb::arg("packed"), nb::arg("outputs"), nb::arg("y"), nb::call_guard<nb::gil_scoped_release>());
+        nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("inputs"), nb::arg("weight"), nb::arg("outputs"), nb::arg("y"), nb::call_guard<nb::gil_scoped_release>());
 }

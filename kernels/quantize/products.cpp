@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
+#include <new>
 #include <vector>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -167,7 +168,11 @@ struct Free {
 };
 using Packed = std::unique_ptr<uint32_t, Free>;
 
-Packed allocate(int64_t words) { return Packed(static_cast<uint32_t *>(std::aligned_alloc(64, static_cast<size_t>(words) * sizeof(uint32_t)))); }
+Packed allocate(int64_t words) {
+    Packed room(static_cast<uint32_t *>(std::aligned_alloc(64, static_cast<size_t>(words) * sizeof(uint32_t))));
+    if (!room) throw std::bad_alloc();
+    return room;
+}
 
 }  // namespace
 
@@ -194,42 +199,34 @@ void add_products(Pool &pool, const float *left, const float *right, int64_t tok
     }
 }
 
-int64_t packed_words(int64_t outputs, int64_t inputs) { return panels_of(outputs) * ((inputs + 1) / 2) * kTile; }
-
-void pack_weight(Pool &pool, const float *weight, int64_t outputs, int64_t inputs, uint32_t *packed) {
-    struct Packing {
-        Matrix weight;
-        int64_t pairs;
+void multiply(Pool &pool, const float *x, int64_t tokens, int64_t inputs, const float *weight, int64_t outputs, float *y) {
+    const int64_t pairs = (inputs + 1) / 2, panels = panels_of(outputs);
+    const Packed packed = allocate(panels * pairs * kTile);
+    struct Product {
+        Matrix x, weight;
+        int64_t pairs, panels, strips;
         uint32_t *packed;
-    } packing{{weight, outputs, inputs}, (inputs + 1) / 2, packed};
+        float *y;
+    } product{{x, tokens, inputs}, {weight, outputs, inputs}, pairs, panels, (panels + kStrip - 1) / kStrip, packed.get(), y};
     pool.run(
-        static_cast<int>(panels_of(outputs)),
+        static_cast<int>(panels),
         [](void *context, int panel, int) {
-            const auto &p = *static_cast<Packing *>(context);
+            const auto &p = *static_cast<Product *>(context);
             pack_rows(p.weight, p.pairs, panel, p.packed + panel * p.pairs * kTile);
         },
-        &packing);
-}
-
-void multiply(Pool &pool, const float *x, int64_t tokens, int64_t inputs, const uint32_t *packed, int64_t outputs, float *y) {
-    struct Product {
-        Matrix x;
-        int64_t pairs, outputs, strips;
-        const uint32_t *packed;
-        float *y;
-    } product{{x, tokens, inputs}, (inputs + 1) / 2, outputs, (panels_of(outputs) + kStrip - 1) / kStrip, packed, y};
+        &product);
     pool.run(
         static_cast<int>((tokens + kBlock - 1) / kBlock * product.strips),
         [](void *context, int task, int) {
             const auto &p = *static_cast<Product *>(context);
-            const int64_t first = task / p.strips * kBlock, strip = task % p.strips * kStrip;
+            const int64_t first = task / p.strips * kBlock, strip = task % p.strips * kStrip, outputs = p.weight.rows;
             thread_local std::vector<uint32_t> rounded;
             rounded.resize(static_cast<size_t>(kBlock * p.pairs));
             const int64_t rows = std::min(kBlock, p.x.rows - first), whole = (rows + kRows - 1) / kRows * kRows;
             round_rows(p.x, first, whole, p.pairs, rounded.data());
-            for (int64_t panel = strip; panel < std::min(strip + kStrip, panels_of(p.outputs)); ++panel)
+            for (int64_t panel = strip; panel < std::min(strip + kStrip, p.panels); ++panel)
                 for (int64_t r = 0; r < rows; r += kRows)
-                    multiply_rows(rounded.data() + r * p.pairs, p.packed + panel * p.pairs * kTile, p.pairs, rows - r, p.outputs - panel * kTile, p.y + (first + r) * p.outputs + panel * kTile, p.outputs);
+                    multiply_rows(rounded.data() + r * p.pairs, p.packed + panel * p.pairs * kTile, p.pairs, rows - r, outputs - panel * kTile, p.y + (first + r) * outputs + panel * kTile, outputs);
         },
         &product);
 }
@@ -237,10 +234,8 @@ void multiply(Pool &pool, const float *x, int64_t tokens, int64_t inputs, const 
 #else
 
 bool has_bf16_products() { return false; }
-int64_t packed_words(int64_t, int64_t) { std::abort(); }
 void add_products(Pool &, const float *, const float *, int64_t, int64_t, int64_t, bool, float *) { std::abort(); }
-void pack_weight(Pool &, const float *, int64_t, int64_t, uint32_t *) { std::abort(); }
-void multiply(Pool &, const float *, int64_t, int64_t, const uint32_t *, int64_t, float *) { std::abort(); }
+void multiply(Pool &, const float *, int64_t, int64_t, const float *, int64_t, float *) { std::abort(); }
 
 #endif
 

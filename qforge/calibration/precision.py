@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,9 +23,8 @@ from qforge.methods import native
 def fast_products(module: nn.Module) -> Iterator[None]:
     """While open, the linears in a module multiply in bf16, where that is faster; inputs and outputs stay what they are."""
     linears: list[Any] = [m for m in module.modules() if type(m) is nn.Linear] if native.has_bf16_products() else []
-    latest = _Latest()
     for linear in linears:
-        linear.forward = functools.partial(_forward, linear, latest)
+        linear.forward = functools.partial(_forward, linear)
     try:
         yield
     finally:
@@ -34,34 +32,17 @@ def fast_products(module: nn.Module) -> Iterator[None]:
             del linear.forward
 
 
-def _forward(linear: nn.Linear, latest: _Latest, x: torch.Tensor) -> torch.Tensor:
+def _forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled():
         return multiply(x, factor(linear.weight), linear.bias)
-    y: torch.Tensor = _multiply(x.reshape(-1, x.shape[-1]).float().contiguous(), latest.packed(linear.weight), len(linear.weight))
+    y: torch.Tensor = _multiply(x.reshape(-1, x.shape[-1]).float().contiguous(), linear.weight.contiguous())
     out = y.view(*x.shape[:-1], -1).to(x.dtype)
     return out if linear.bias is None else out + linear.bias
 
 
-class _Latest:
-    """The weight that was multiplied with last, packed: batch after batch passes a linear."""
-
-    def __init__(self) -> None:
-        self._weight: weakref.ref[torch.Tensor] | None = None
-        self._version = 0
-        self._packed = torch.empty(0)
-
-    def packed(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight `[O, I]` as `native.multiply` reads it."""
-        if self._weight is None or self._weight() is not weight or self._version != weight._version:
-            self._packed = torch.empty(0)  # before the next comes into being
-            self._packed = native.pack_weight(weight.detach().contiguous())
-            self._weight, self._version = weakref.ref(weight), weight._version
-        return self._packed
-
-
 @torch.library.custom_op("qforge::multiply", mutates_args=())  # an operation, so that modes which watch operations see what it reads (`Parking`)
-def _multiply(x: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
-    return native.multiply(x, packed, out_features)
+def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return native.multiply(x, weight)
 
 
 def factor(weight: torch.Tensor) -> torch.Tensor:

@@ -218,24 +218,14 @@ def add_products(left: torch.Tensor, right: torch.Tensor, into: torch.Tensor, *,
     native.add_products(_pool(torch.get_num_threads()), left.data_ptr(), right.data_ptr(), left.shape[0], *into.shape, lower, into.data_ptr())
 
 
-def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """A weight `[O, I]` fp32 in bf16 as `multiply` reads it, int32."""
+def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` in bf16 with fp32 sums, `[N, O]` fp32, of inputs `[N, I]` and a weight `[O, I]`, both fp32."""
     native = module()
     assert native is not None
-    assert weight.dtype == torch.float32
-    assert weight.is_contiguous()
-    packed = torch.empty(native.packed_words(*weight.shape), dtype=torch.int32)
-    native.pack_weight(_pool(torch.get_num_threads()), weight.data_ptr(), *weight.shape, packed.data_ptr())
-    return packed
-
-
-def multiply(x: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
-    """`[N, O]` fp32: inputs `[N, I]` fp32 times a packed weight, in bf16 with fp32 sums."""
-    native = module()
-    assert native is not None
-    assert x.dtype == torch.float32
-    assert x.is_contiguous()
-    assert packed.numel() == native.packed_words(out_features, x.shape[1])
-    y = torch.empty(x.shape[0], out_features)
-    native.multiply(_pool(torch.get_num_threads()), x.data_ptr(), *x.shape, packed.data_ptr(), out_features, y.data_ptr())
+    for factor in (x, weight):
+        assert factor.dtype == torch.float32
+        assert factor.is_contiguous()
+    assert x.shape[1] == weight.shape[1]
+    y = torch.empty(x.shape[0], weight.shape[0])
+    native.multiply(_pool(torch.get_num_threads()), x.data_ptr(), *x.shape, weight.data_ptr(), weight.shape[0], y.data_ptr())
     return y

@@ -16,11 +16,7 @@ constexpr int64_t kTile = 32;
 // what shares a tile of kTile x kTile with such an element.
 void add_products(Pool &pool, const float *left, const float *right, int64_t tokens, int64_t left_width, int64_t right_width, bool lower, float *into);
 
-// A weight [outputs, inputs] fp32 for `multiply`: [panels of kTile outputs][pairs of inputs][kTile] pairs of bf16, aligned to 64 bytes.
-int64_t packed_words(int64_t outputs, int64_t inputs);
-void pack_weight(Pool &pool, const float *weight, int64_t outputs, int64_t inputs, uint32_t *packed);
-
-// y[t, o] = sum over inputs of x[t, i] * weight[o, i], both rounded to bf16; x: [tokens, inputs] fp32; y: [tokens, outputs] fp32.
-void multiply(Pool &pool, const float *x, int64_t tokens, int64_t inputs, const uint32_t *packed, int64_t outputs, float *y);
+// y[t, o] = sum over inputs of x[t, i] * weight[o, i], both rounded to bf16; x: [tokens, inputs] fp32; weight: [outputs, inputs] fp32; y: [tokens, outputs] fp32.
+void multiply(Pool &pool, const float *x, int64_t tokens, int64_t inputs, const float *weight, int64_t outputs, float *y);
 
 }  // namespace qforge

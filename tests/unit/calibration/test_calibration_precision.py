@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from test_calibration_sequential import windows
+from test_calibration_sequential import Memory, schemes_of, windows
 from torch import nn
 
 from qforge.calibration.precision import fast_products
+from qforge.calibration.room import Room
+from qforge.calibration.sequential import Job, quantize_blocks
 from qforge.calibration.statistics import Sums
-from qforge.methods import native
+from qforge.methods import Options, find, native
 from qforge.models.blocks import BlockModel
 from qforge.models.model import open_model
+from qforge.progress import SILENT
 
 pytestmark = pytest.mark.skipif(not native.has_bf16_products(), reason="this CPU has no AVX512-BF16")
 ROUNDING = 2**-9  # largest relative error of a value that is rounded to bf16
@@ -49,9 +52,9 @@ def test_sums_of_two_widths(tokens: int, left: int, right: int) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1, 1, 1), (5, 31, 33), (8, 32, 32), (65, 63, 70), (130, 34, 600), (64, 577, 31), (9, 96, 1100)])
-def test_a_packed_weight_is_multiplied_with(tokens: int, inputs: int, outputs: int) -> None:
+def test_products_are_those_of_rounded_factors(tokens: int, inputs: int, outputs: int) -> None:
     x, weight = normal(tokens, inputs), normal(outputs, inputs, seed=1)
-    found = native.multiply(x, native.pack_weight(weight), outputs)
+    found = native.multiply(x, weight)
     torch.testing.assert_close(found.double(), x.bfloat16().double() @ weight.bfloat16().double().T, rtol=0, atol=1e-6 * inputs)
 
 
@@ -62,7 +65,7 @@ def test_threads_do_not_change_bits() -> None:
             torch.set_num_threads(threads)
             sums.append(torch.zeros(130, 130))
             native.add_products(x, y, sums[-1])
-            products.append(native.multiply(x, native.pack_weight(y), 700))
+            products.append(native.multiply(x, y))
     finally:
         torch.set_num_threads(1)
     for found in (sums, products):
@@ -112,6 +115,18 @@ def test_a_block_is_near_the_exact_one_and_is_itself_again(tmp_path: Path, famil
     error = float((fast - exact).norm() / (exact - hidden).norm())
     assert 0 < error < 8 * ROUNDING
     assert torch.equal(again, exact)
+
+
+def test_what_lies_on_disk_changes_no_bit(tmp_path: Path) -> None:
+    blocks = BlockModel(open_model(str(tiny.make(tmp_path / "m", layers=2, hidden=256))))  # weights that are large enough to be put away
+    gptq = find("gptq")
+    assert gptq is not None
+    found = []
+    for room in (Room(), Room(tmp_path, 0)):
+        memory = Memory()
+        quantize_blocks(Job(blocks, gptq, schemes_of(blocks), Options(error_correction=False, refine=0), room), windows(60), memory.store(), SILENT)
+        found.append(memory.linears())
+    assert all(q.equals(found[1][n]) for n, q in found[0].items())
 
 
 def test_a_linear_in_bf16_adds_its_bias_in_fp32() -> None:

@@ -38,7 +38,8 @@ class _Lot:
 class Parking(TorchDispatchMode):
     """The storages of one call. Active while the call runs; `rest` and `wake` in between.
 
-    Only storages that come into being in the call are its own: what it shares with others (weights, positions, masks) is left alone.
+    Only storages that come into being in the call are its own: what it shares with others (weights, positions, masks) is left alone. What it made
+    and the block's code kept is brought back for other calls, too.
     """
 
     def __init__(self, room: Room) -> None:
@@ -64,7 +65,7 @@ class Parking(TorchDispatchMode):
         key = tensor.untyped_storage()._cdata
         lot = self._lots.get(key)
         if lot is not None and lot.storage() is None:  # a new storage where a dead one was
-            self._forget(lot)
+            self._forget(key)
             lot = None
         if lot is None:
             lot = self._lots[key] = _Lot()
@@ -77,6 +78,9 @@ class Parking(TorchDispatchMode):
         storage = tensor.untyped_storage()
         lot = self._lots.get(storage._cdata)
         if lot is None:
+            owner = self._room.filed.get(storage._cdata)
+            if owner is not None and tensor.numel() > 0:  # made in another call, and kept by the block's code
+                owner.wake(tensor, changes=changes)
             return
         lot.changed |= changes
         if lot.place is not None and storage.nbytes() == 0:
@@ -90,15 +94,16 @@ class Parking(TorchDispatchMode):
         for key, lot in list(self._lots.items()):
             storage = lot.storage()
             if storage is None:
-                self._forget(self._lots.pop(key))
+                self._forget(key)
             elif storage.nbytes() >= SMALLEST and not lot.in_memory:
                 self._put_away(lot, storage)
 
     def leave(self) -> None:
-        """The call is over: what it returned belongs to others now."""
-        for lot in self._lots.values():
-            self._forget(lot)
-        self._lots.clear()
+        """The call is over: what is left of it belongs to others now."""
+        for key, lot in list(self._lots.items()):
+            if lot.storage() is not None and (kept := lot.tensors[0]()) is not None:
+                self.wake(kept)
+            self._forget(key)
 
     def _put_away(self, lot: _Lot, storage: torch.UntypedStorage) -> None:
         lot.size = storage.nbytes()
@@ -114,8 +119,12 @@ class Parking(TorchDispatchMode):
                 self._room.spill.rewrite(lot.place, storage.data_ptr(), lot.size)
         lot.changed = False
         storage.resize_(0)
+        self._room.filed[storage._cdata] = self
 
-    def _forget(self, lot: _Lot) -> None:
+    def _forget(self, key: int) -> None:
+        lot = self._lots.pop(key)
+        if self._room.filed.get(key) is self:
+            del self._room.filed[key]
         if lot.in_memory:
             self._room.used -= lot.size
         elif lot.place is not None:

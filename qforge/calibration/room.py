@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -10,6 +11,13 @@ from qforge.calibration.spill import Spill
 from qforge.clock import Clock
 
 BUDGET = 64 << 20  # bytes in memory where a recipe sets no limit: the file is read back at several GB/s from the page cache
+
+
+class Wakes(Protocol):
+    """Brings values back (`Parking`)."""
+
+    def wake(self, tensor: torch.Tensor, *, changes: bool = False) -> None:
+        """Of this tensor, if they are away."""
 
 
 class Room:
@@ -24,6 +32,7 @@ class Room:
     def __init__(self, folder: Path | None = None, budget: int = BUDGET, clock: Clock | None = None) -> None:
         self.spill = None if folder is None else Spill(folder)
         self.clock = clock or Clock()
+        self.filed: dict[int, Wakes] = {}  # whose storages (by address) the file has
         self._budget = budget
         self.used = 0
 

@@ -68,6 +68,22 @@ def test_a_new_tensor_where_a_dead_one_was_is_not_mistaken_for_it(room: Room) ->
             del kept, again
 
 
+def test_what_a_call_made_and_the_block_kept_is_there_for_others(room: Room) -> None:
+    first, second = Parking(room), Parking(room)
+    with first:
+        table = values(4) * 2
+    first.rest()
+    assert table.untyped_storage().nbytes() == 0
+    with second:
+        assert torch.equal(table + 1, values(4) * 2 + 1)
+        table.add_(1)
+    first.rest()
+    assert table.untyped_storage().nbytes() == 0
+    first.leave()
+    assert torch.equal(table, values(4) * 2 + 1)
+    assert not room.filed
+
+
 def test_a_budget_is_kept_and_given_back(tmp_path: Path) -> None:
     size = 4 * SIZE[0] * SIZE[1]
     room = Room(tmp_path, size)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
-from peers import adapter, ours, table, texts
+from peers import adapter, floor, ours, table, texts
 from peers.judge import Judge
 from peers.kept import begin, finish, finished, key
 from peers.others import Tools
@@ -157,3 +157,17 @@ def test_ours_is_measured_against_the_best_of_its_kind() -> None:
     )
     assert [line.split(" |")[0] for line in table.main_table(rows).splitlines()[2:]] == ["| simple:rtn", "| ours:gptq", "| gptqmodel:gptq_act", "| llmcompressor:gptq"]
     assert table.ratio_table(peers) == ""
+
+
+def test_the_floor_counts_each_linear_and_each_input_once(model: Model) -> None:
+    width, inner, kv = 64, 128, 32
+    linears = width * (2 * width + 2 * kv) + 3 * width * inner
+    squares = 3 * width**2 + inner**2  # q, k and v take one input; so do gate and up
+    assert floor.multiplications(model, 10) == 10 * 3 * (linears + squares)
+
+
+def test_the_floor_stands_beside_runs_that_read_no_other_text() -> None:
+    row = {"method": "gptq", "multiplications_per_s": 2e9, "seconds": 3.0}
+    text = table.floor_table([row | {"name": "plain"}, row | {"name": "generated=4"}, row | {"name": "other", "method": "awq"}], 4e9)
+    assert text.splitlines()[2:] == ["| plain | 2 | 2.0 | 3.0 | 1.50 |"]
+    assert table.floor_table([row | {"name": "older", "multiplications_per_s": None}], 4e9) == ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -28,6 +30,11 @@ def weight(rows: int = 48, seed: int = 1) -> torch.Tensor:
     return torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed)) / 8
 
 
+def indifferent(weights: Sequence[torch.Tensor]) -> float:
+    """A block whose output does not tell."""
+    return 0.0
+
+
 def stats_of(x: torch.Tensor) -> Stats:
     sums = Sums(frozenset({"hessian", "absmax", "sample"}), x.shape[1])
     for part in x.split(100):
@@ -46,7 +53,7 @@ def output_error(x: torch.Tensor, w: torch.Tensor, scheme: Scheme, factors: torc
 @pytest.mark.parametrize("scheme", [W8A8, STATIC])
 def test_smoothquant_lowers_the_output_error_of_an_outlier_channel(scheme: Scheme) -> None:
     x, w = inputs(), weight()
-    factors, best = (SmoothQuant().factors([Reader(w, scheme)], stats_of(x), IDENTITY, 64, Options(smoothing=a)) for a in (0.5, None))
+    factors, best = (SmoothQuant().factors([Reader(w, scheme)], stats_of(x), IDENTITY, 64, Options(smoothing=a), indifferent) for a in (0.5, None))
     before, after, least = (output_error(x, w, scheme, s, False) for s in (torch.ones(64), factors, best))
     assert after < before / 2
     assert least < 1.02 * after  # chosen by errors relative to each token's output, over a sample
@@ -57,13 +64,13 @@ def test_smoothquant_lowers_the_output_error_of_an_outlier_channel(scheme: Schem
 def test_smoothquant_leaves_alone_what_it_would_make_worse() -> None:
     x, w = inputs(), weight()
     w[:, 5] *= 40
-    assert torch.equal(SmoothQuant().factors([Reader(w, W8A8)], stats_of(x), IDENTITY, 64, Options(smoothing=1.0)), torch.ones(64))
+    assert torch.equal(SmoothQuant().factors([Reader(w, W8A8)], stats_of(x), IDENTITY, 64, Options(smoothing=1.0), indifferent), torch.ones(64))
 
 
 def test_awq_chooses_the_ratio_with_the_smallest_output_error() -> None:
     x, first, second = inputs(outlier=30), weight(), weight(32, 2)
     readers = [Reader(first, INT4), Reader(second, INT4)]
-    factors = AWQ().factors(readers, stats_of(x), IDENTITY, 64, Options())
+    factors = AWQ().factors(readers, stats_of(x), IDENTITY, 64, Options(), indifferent)
     strength = x.square().mean(0).sqrt()
 
     def error(s: torch.Tensor) -> float:
@@ -87,7 +94,7 @@ def test_factors_are_finite_and_positive(transform: Transform, case: str) -> Non
         "constant": (torch.full_like(x, 0.5), w),
     }[case]
     for scheme in (STATIC, INT4) if transform.name == "awq" else (STATIC, W8A8):
-        factors = transform.factors([Reader(w, scheme)], stats_of(x), IDENTITY, 64, Options())
+        factors = transform.factors([Reader(w, scheme)], stats_of(x), IDENTITY, 64, Options(), indifferent)
         assert factors.isfinite().all()
         assert (factors > 0).all()
         assert case != "one dead input" or factors[7] == 1
@@ -96,7 +103,7 @@ def test_factors_are_finite_and_positive(transform: Transform, case: str) -> Non
 @pytest.mark.parametrize("transform", [AWQ(), SmoothQuant()], ids=["awq", "smoothquant"])
 def test_columns_of_one_channel_share_a_factor_and_others_have_none(transform: Transform) -> None:
     columns = torch.cat((torch.arange(16), torch.arange(16), torch.arange(16) + 20, torch.full((16,), -1)))
-    factors = transform.factors([Reader(weight(), STATIC)], stats_of(inputs()), columns, 40, Options())
+    factors = transform.factors([Reader(weight(), STATIC)], stats_of(inputs()), columns, 40, Options(), indifferent)
     assert factors.shape == (40,)
     assert torch.equal(factors[16:20], torch.ones(4))
     assert torch.equal(factors[36:], torch.ones(4))
@@ -108,7 +115,7 @@ def test_activations_that_overflow_are_refused(transform: Transform) -> None:
     x = inputs()
     x[3, 4] = float("inf")
     with pytest.raises(NumericalError, match="overflows on this text"):
-        transform.factors([Reader(weight(), STATIC)], stats_of(x), IDENTITY, 64, Options())
+        transform.factors([Reader(weight(), STATIC)], stats_of(x), IDENTITY, 64, Options(), indifferent)
 
 
 def test_a_sample_is_evenly_spaced_and_bounded() -> None:

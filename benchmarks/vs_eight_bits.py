@@ -1,4 +1,4 @@
-"""Eight bits on both sides, executed: qforge's artifacts on its runtime, llm-compressor's checkpoints in transformers, each rounding activations as its scheme says; one fp32 original.
+"""Eight bits on both sides, executed: our artifacts on our runtime, llm-compressor's checkpoints in transformers, each rounding activations as its scheme says.
 
     python benchmarks/vs_eight_bits.py --model DIR --calibration FILE --text FILE --samples 64 --length 256 --window 256 --out OUT --tools DIR --envs DIR
 
@@ -147,8 +147,8 @@ def row(job: Run, folder: Path, original: Original, tokens: Tokens) -> dict[str,
 def main_table(rows: list[dict[str, Any]]) -> str:
     """All runs, scheme by scheme, the lowest divergence first."""
     lines = [
-        f"| {r['tool']}:{r['method']} | {r['scheme']} | {r['kl']:.4f} | {r['kl_ci95'][0]:.4f}-{r['kl_ci95'][1]:.4f} | {r['perplexity']:.3f} | {r['perplexity'] / r['original']:.4f} "
-        f"| {r['top1']:.3f} | {r['rounding']:.4f} | {r['seconds']:.1f} |"
+        f"| {r['tool']}:{r['method']} | {r['scheme']} | {r['kl']:.4f} | {r['kl_ci95'][0]:.4f}-{r['kl_ci95'][1]:.4f} | {r['perplexity']:.3f} "
+        f"| {r['perplexity'] / r['original']:.4f} | {r['top1']:.3f} | {r['rounding']:.4f} | {r['seconds']:.1f} |"
         for r in sorted(rows, key=lambda r: (r["scheme"], r["kl"]))
     ]
     return "\n".join([HEAD, "|---" * HEAD.count("| ") + "|", *lines])

@@ -31,7 +31,7 @@ def recipe(method: str, scheme: str) -> list[Any]:
         "smoothquant": lambda: SmoothQuantModifier(smoothing_strength=STRENGTH),
     }
     names = method.split("+")
-    return [parts[name]() for name in (names + ["rtn"] if names == ["smoothquant"] else names)]
+    return [parts[name]() for name in ([*names, "rtn"] if names == ["smoothquant"] else names)]
 
 
 def main() -> None:

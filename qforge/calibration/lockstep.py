@@ -128,9 +128,8 @@ class _Flight:
         while not self._stack.dead:
             if arrived[0] in self._followers:
                 if arrived[1] is not taken:
-                    raise UnsupportedError(
-                        f"{arrived[0]} took what the linear before it takes when it was tried with a few tokens, and takes something else now; add it to quantize.ignore"
-                    )
+                    said = "took what the linear before it takes when it was tried with a few tokens, and takes something else now"
+                    raise UnsupportedError(f"{arrived[0]} {said}; add it to quantize.ignore")
             elif arrived[0] in self._passed:
                 self._passed[arrived[0]](arrived[1])
             else:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 CASES = {"int4-g32-sym": (4, 32, True), "int3-g32-asym": (3, 32, False), "int8-channel-sym": (8, None, True)}
-O, I, TOKENS, DAMPING = 32, 96, 2000, 0.01
+ROWS, WIDTH, TOKENS, DAMPING = 32, 96, 2000, 0.01
 
 
 def main() -> None:
@@ -21,11 +21,11 @@ def main() -> None:
     found = {}
     for case, (bits, group, symmetric) in CASES.items():
         g = torch.Generator().manual_seed(bits)
-        x = torch.randn(TOKENS, I, generator=g) @ (torch.randn(I, I, generator=g) / I**0.5 + torch.eye(I)) * (torch.rand(I, generator=g) * 3 + 0.1)
-        weight, hessian = torch.randn(O, I, generator=g), x.T @ x
-        groups = weight.view(O, -1, group or I)
+        x = torch.randn(TOKENS, WIDTH, generator=g) @ (torch.randn(WIDTH, WIDTH, generator=g) / WIDTH**0.5 + torch.eye(WIDTH)) * (torch.rand(WIDTH, generator=g) * 3 + 0.1)
+        weight, hessian = torch.randn(ROWS, WIDTH, generator=g), x.T @ x
+        groups = weight.view(ROWS, -1, group or WIDTH)
         if symmetric:
-            scale, zero = groups.abs().amax(-1) / (2 ** (bits - 1) - 0.5), torch.zeros(O, groups.shape[1])
+            scale, zero = groups.abs().amax(-1) / (2 ** (bits - 1) - 0.5), torch.zeros(ROWS, groups.shape[1])
         else:
             low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
             scale = (high - low) / (2**bits - 1)

@@ -11,7 +11,7 @@ from qforge import numerics
 from qforge.calibration.statistics import SAMPLE, Sums
 from qforge.errors import NumericalError, UnsupportedError
 from qforge.methods import Options, Stats, find, find_transforms, scales
-from qforge.methods.awq import AWQ
+from qforge.methods.awq import AWQ, TRIED
 from qforge.methods.smoothquant import SmoothQuant
 from qforge.methods.transform import Reader, Transform
 from qforge.scheme import Scheme, parse
@@ -79,6 +79,26 @@ def test_awq_chooses_the_ratio_with_the_smallest_output_error() -> None:
     grid = [error(strength ** (i / 20)) for i in range(20)]
     assert error(factors) == pytest.approx(min(grid), rel=0.02)
     assert error(factors) < 0.97 * grid[0]
+
+
+def test_awq_has_the_block_decide_among_the_best() -> None:
+    """What a block is tried with are rounded weights as they act on inputs that are not divided; the ratio that changes its output least is taken."""
+    x, readers, tried = inputs(outlier=30), [Reader(weight(), INT4), Reader(weight(32, 2), INT4)], list[list[torch.Tensor]]()
+
+    def third(weights: Sequence[torch.Tensor]) -> float:
+        tried.append(list(weights))
+        return 0.0 if len(tried) == 3 else 1.0
+
+    factors, best = (AWQ().factors(readers, stats_of(x), IDENTITY, 64, Options(), loss) for loss in (third, indifferent))
+    assert not torch.equal(factors, best)
+    assert len(tried) == TRIED
+    strength = x.square().mean(0).sqrt().log()
+    ratio = float(((factors.log() * (strength - strength.mean())).sum() / (strength - strength.mean()).square().sum()) * 20)
+    assert ratio == pytest.approx(round(ratio), abs=1e-3)
+    for reader, made in zip(readers, tried[2], strict=True):
+        importance = (x / factors).square().sum(0)
+        q = numerics.quantize(reader.weight * factors, INT4, *scales.choose(reader.weight * factors, INT4, importance, search=True))
+        torch.testing.assert_close(made, numerics.dequantize(q) / factors)
 
 
 @pytest.mark.parametrize("transform", [AWQ(), SmoothQuant()], ids=["awq", "smoothquant"])

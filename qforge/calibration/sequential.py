@@ -149,7 +149,7 @@ def _quantize_block(job: Job, index: int, text: Text | None) -> Piece:
             if job.transforms:
                 with clock.part("transform"):
                     gather = functools.partial(text.fold_sums, index, module)
-                    folds = choose_folds(job.blocks, index, module, gather, text.probe, text.trial(), job.transforms, job.schemes, job.options)
+                    folds = choose_folds(job.blocks, index, module, gather, text.probe, job.transforms, job.schemes, job.options)
             with clock.part("forward"), fast_products(module):
                 _quantize_in_order(job, index, module, linears, text, folds, done, largest)
         with clock.part("solve"):

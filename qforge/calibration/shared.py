@@ -19,7 +19,7 @@ from qforge.calibration.precision import fast_products
 from qforge.calibration.room import Room
 from qforge.calibration.statistics import Sums
 from qforge.calibration.store import Held, Hidden, Piece
-from qforge.calibration.streams import TRIAL_BATCHES, Arrival, Streams, batched
+from qforge.calibration.streams import Arrival, Streams
 from qforge.calibration.transforms import PROBE, Folds
 from qforge.models.blocks import BlockModel, release
 from qforge.models.links import Link
@@ -67,10 +67,6 @@ class Part:
     def fold_sums(self, index: int, links: Sequence[Link], needs: frozenset[str]) -> list[Sums]:
         """See `Text.fold_sums`."""
         return self._streams.fold_sums(index, self._opened(index), links, needs)
-
-    def trial(self) -> list[torch.Tensor]:
-        """See `Text.trial`."""
-        return self._streams.trial()
 
     def begin(self, index: int, names: Sequence[str], folds: Folds) -> tuple[str, bool] | None:
         """Go into a block; the linear among `names` that is reached, and whether its inputs are those of the one before."""
@@ -141,8 +137,6 @@ class SharedText:
             number, _, own = name.partition(".")
             self._workers[int(number)].start("give", own, held.load())()
         parts, first, started = windows.tensor_split(len(self._workers)), 0, []
-        for _ in self._blocks.embed(batched(parts[0])[:TRIAL_BATCHES]):  # records what blocks are called with
-            pass
         for worker, part in zip(self._workers, parts, strict=True):
             started.append(worker.start("enter", part.clone(), first, self._needs))
             first += part.numel()
@@ -155,11 +149,6 @@ class SharedText:
     def fold_sums(self, index: int, module: nn.Module, links: Sequence[Link], needs: frozenset[str]) -> list[Sums]:
         """See `Text.fold_sums`."""
         return [_merged(iter(of_link)) for of_link in zip(*self._ask("fold_sums", index, links, needs), strict=True)]
-
-    def trial(self) -> list[torch.Tensor]:
-        """See `Text.trial`: the first worker's."""
-        found: list[torch.Tensor] = self._workers[0].start("trial")()
-        return found
 
     def through(self, index: int, module: nn.Module, linears: Mapping[str, nn.Linear], folds: Folds) -> Iterator[Arrival]:
         """See `Text.through`. Where workers have reached different linears (experts that not every part uses), the first of these is next."""

@@ -30,7 +30,6 @@ from qforge.models.sharing import find_followers
 from qforge.qlinear import QuantizedLinear
 
 BATCH_TOKENS = 1024  # enough for matrix products at full speed; more, and what an operation leaves is gone from the caches before the next one reads it
-TRIAL_BATCHES = 2  # that a block is tried with
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +67,6 @@ class Text(Protocol):
     def fold_sums(self, index: int, module: nn.Module, links: Sequence[Link], needs: frozenset[str]) -> list[Sums]:
         """Sums over what each link's readers are fed by a materialised block, which the text does not leave behind."""
 
-    def trial(self) -> list[torch.Tensor]:
-        """Hidden states in the quantized stream of the first `TRIAL_BATCHES` batches, `[B, T, D]` each."""
-
     def through(self, index: int, module: nn.Module, linears: Mapping[str, nn.Linear], folds: Folds) -> Iterator[Arrival]:
         """Go through a materialised block, which is folded first, linear by linear."""
 
@@ -104,7 +100,7 @@ class Streams:
 
     def enter(self, windows: torch.Tensor, found: Hidden | None) -> None:
         """See `Text.enter`."""
-        batches = batched(windows)
+        batches = windows.split(max(1, BATCH_TOKENS // windows.shape[1]))
         steps = [b[rows] for b in (batches[0], batches[-1]) for rows in step_rows(*b.shape)] if self._tuned else []
         for _ in self._blocks.embed(steps):
             pass
@@ -139,10 +135,6 @@ class Streams:
             for handle in handles:
                 handle.remove()
         return sums
-
-    def trial(self) -> list[torch.Tensor]:
-        """See `Text.trial`."""
-        return [batch.load() for batch in self.quantized[:TRIAL_BATCHES]]
 
     def through(self, index: int, module: nn.Module, linears: Mapping[str, nn.Linear], folds: Folds) -> Iterator[Arrival]:
         """See `Text.through`; in the end both streams are behind the block."""
@@ -204,12 +196,6 @@ class Streams:
             sums.add(x, None if originals is None else originals.take(stop.name, batch, x, rows), lacking[batch].load() if lacking else None)
         lacking.clear()
         return sums
-
-
-def batched(windows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Token ids `[B, T]` as they go through blocks together."""
-    batches: tuple[torch.Tensor, ...] = windows.split(max(1, BATCH_TOKENS // windows.shape[1]))
-    return batches
 
 
 def _put(name: str, linear: nn.Linear, roundings: dict[str, Callable[[torch.Tensor], torch.Tensor]], q: QuantizedLinear) -> None:

@@ -57,7 +57,6 @@ def choose_folds(
     module: nn.Module,
     gather: Callable[[Sequence[Link], frozenset[str]], Sequence[Sums]],
     probe: torch.Tensor,
-    trial: Sequence[torch.Tensor],
     transforms: Sequence[Transform],
     schemes: Mapping[str, Scheme],
     options: Options,
@@ -70,7 +69,6 @@ def choose_folds(
         module: the block, materialised.
         gather: sums over what each link's readers are fed in the quantized stream.
         probe: some hidden states of `PROBE` tokens, `[1, T, D]`.
-        trial: hidden states in the quantized stream that the block is tried with, `[B, T, D]` each.
         transforms: in the order in which they are applied.
         schemes: target scheme by module name; a link with an unquantized linear in it is left alone, since what is folded there would be rounded.
         options: of the method.
@@ -86,11 +84,10 @@ def choose_folds(
     needs = frozenset[str]().union(*(t.needs(options) for t in transforms))
     stats = {link.source: sums.stats() for link, sums in zip(links, gather(links, needs), strict=True)}
     folds = []
-    tried = _Trial(module, lambda x: blocks.run(index, module, x), trial)
     for link in links:
         readers = {n: schemes[full(n)] for n in link.readers}
         try:
-            factors = _factors(link, module, stats[link.source], transforms, readers, options, tried)
+            factors = _factors(link, module, stats[link.source], transforms, readers, options)
         except NumericalError as e:
             raise NumericalError(f"{full(_to_blame(module, readers))}: {e}") from e
         if (factors != 1).any():
@@ -118,29 +115,7 @@ def _to_blame(module: nn.Module, readers: Mapping[str, Scheme]) -> str:
     return next(iter(readers))
 
 
-class _Trial:
-    """The block run with other weights."""
-
-    def __init__(self, module: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], hidden: Sequence[torch.Tensor]) -> None:
-        self._module, self._run, self._hidden = module, run, hidden
-        self._wanted: list[torch.Tensor] = []
-
-    def loss(self, names: Sequence[str], weights: Sequence[torch.Tensor]) -> float:
-        """Squared distance of the block's outputs with these weights in place of those of the linears `names`."""
-        if not self._wanted:
-            self._wanted = [self._run(x) for x in self._hidden]
-        linears = [self._module.get_submodule(n) for n in names]
-        own = [linear.get_parameter("weight") for linear in linears]
-        try:
-            for linear, weight in zip(linears, weights, strict=True):
-                linear.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
-            return float(sum((self._run(x) - y).square().sum() for x, y in zip(self._hidden, self._wanted, strict=True)))
-        finally:
-            for linear, parameter in zip(linears, own, strict=True):
-                linear.register_parameter("weight", parameter)
-
-
-def _factors(link: Link, module: nn.Module, stats: Stats, transforms: Sequence[Transform], schemes: Mapping[str, Scheme], options: Options, trial: _Trial) -> torch.Tensor:
+def _factors(link: Link, module: nn.Module, stats: Stats, transforms: Sequence[Transform], schemes: Mapping[str, Scheme], options: Options) -> torch.Tensor:
     """All transforms' factors of a link, `[C]`: each sees weights and inputs as those before it leave them."""
     readers = [Reader(module.get_parameter(f"{n}.weight").detach(), scheme) for n, scheme in schemes.items()]
     factors = torch.ones(link.channels)
@@ -149,9 +124,5 @@ def _factors(link: Link, module: nn.Module, stats: Stats, transforms: Sequence[T
             continue
         by_column = spread(factors, link.columns)
         so_far = [replace(r, weight=r.weight * by_column) for r in readers]
-
-        def block_loss(weights: Sequence[torch.Tensor], by_column: torch.Tensor = by_column) -> float:
-            return trial.loss(link.readers, [w / by_column for w in weights])
-
-        factors = factors * transform.factors(so_far, scaled(stats, by_column), link.columns, link.channels, options, block_loss)
+        factors = factors * transform.factors(so_far, scaled(stats, by_column), link.columns, link.channels, options)
     return factors

@@ -20,7 +20,7 @@ import torch
 from qforge import numerics
 from qforge.methods import scales
 from qforge.methods.base import Options, Stats
-from qforge.methods.transform import BlockLoss, Reader, centred, check_activations, per_channel, spread
+from qforge.methods.transform import Reader, centred, check_activations, per_channel, spread
 from qforge.scheme import ScaleType, Scheme
 
 EXPONENTS = tuple(i / 10 for i in range(2, 11))
@@ -39,7 +39,7 @@ class SmoothQuant:
         """Schemes that round activations."""
         return "it leaves activations as they are, so that there is nothing to smooth; add, for example, +int8-token" if scheme.activations is None else None
 
-    def factors(self, readers: Sequence[Reader], stats: Stats, columns: torch.Tensor, channels: int, options: Options, block_loss: BlockLoss) -> torch.Tensor:
+    def factors(self, readers: Sequence[Reader], stats: Stats, columns: torch.Tensor, channels: int, options: Options) -> torch.Tensor:
         """See `Transform.factors`."""
         assert stats.absmax is not None
         check_activations(stats.absmax)

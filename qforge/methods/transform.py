@@ -5,7 +5,7 @@ Letters: C channels of a link's source, I input features of its readers, O outpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -24,10 +24,6 @@ class Reader:
     scheme: Scheme
 
 
-BlockLoss = Callable[[Sequence[torch.Tensor]], float]
-"""What rounded weights `[O, I]` fp32 of a link's readers, in their order, change in the output of the block: squared, summed over some tokens."""
-
-
 class Transform(Protocol):
     """One link at a time.
 
@@ -43,7 +39,7 @@ class Transform(Protocol):
     def supports(self, scheme: Scheme) -> str | None:
         """None, or why factors do nothing for linears of this scheme."""
 
-    def factors(self, readers: Sequence[Reader], stats: Stats, columns: torch.Tensor, channels: int, options: Options, block_loss: BlockLoss) -> torch.Tensor:
+    def factors(self, readers: Sequence[Reader], stats: Stats, columns: torch.Tensor, channels: int, options: Options) -> torch.Tensor:
         """What the columns are to be multiplied by, `[C]` fp32, positive and finite; ones where that would gain nothing.
 
         Args:
@@ -52,7 +48,6 @@ class Transform(Protocol):
             columns: `[I]`, the channel that each column carries; -1 for none.
             channels: C.
             options: of the method.
-            block_loss: to be asked seldom: it runs the block.
         """
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from qforge import numerics
 from qforge.calibration.sequential import Job, quantize_blocks
-from qforge.methods import Options, Stats, find, find_transforms
-from qforge.methods.transform import BlockLoss, Reader
+from qforge.methods import Options, find, find_transforms
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model, open_model
 from qforge.progress import SILENT
-from qforge.scheme import Scheme
 
 
 def job(model: Model, method: str | list[str], text: str = "int4-g32-sym", **kwargs: object) -> Job:
@@ -108,56 +104,3 @@ def test_links_with_an_unquantized_linear_are_left_alone(tmp_path: Path) -> None
     memory = Memory()
     quantize_blocks(Job(base.blocks, base.quantizer, schemes, Options(), transforms=base.transforms), windows(), memory.store(), SILENT)
     assert {n.partition(".post_")[0] for n in tensors_of(memory)} == {f"model.layers.{i}" for i in range(3)}
-
-
-class Curious:
-    """A transform that folds nothing, and asks what zeros in place of a link's readers would do to the block."""
-
-    name = "curious"
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def needs(self, options: Options) -> frozenset[str]:
-        """As AWQ."""
-        return frozenset({"hessian"})
-
-    def supports(self, scheme: Scheme) -> str | None:
-        """Every scheme."""
-        return None
-
-    def factors(self, readers: Sequence[Reader], stats: Stats, columns: torch.Tensor, channels: int, options: Options, block_loss: BlockLoss) -> torch.Tensor:
-        """Ones."""
-        self.losses.append(block_loss([torch.zeros_like(r.weight) for r in readers]))
-        return torch.ones(channels)
-
-
-def test_a_block_is_tried_with_other_weights_and_left_as_it_was(tmp_path: Path) -> None:
-    folder, memory, curious, ids = tiny.make(tmp_path / "m", layers=1), Memory(), Curious(), windows(60)
-    plain, tried = (job(open_model(str(folder)), "rtn") for _ in range(2))
-    quantize_blocks(replace(tried, transforms=(curious,)), ids, memory.store(), SILENT)
-    unfolded = Memory()
-    quantize_blocks(plain, ids, unfolded.store(), SILENT)
-    assert all(q.equals(memory.linears()[n]) for n, q in unfolded.linears().items())
-    layer = "model.layers.0."
-    links = (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"], ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"])
-    wanted = []
-    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    first = ids[: 2 * (1024 // ids.shape[1])]  # two batches
-
-    def run() -> None:
-        with torch.no_grad():
-            whole(input_ids=first)
-
-    seen: list[torch.Tensor] = []
-    whole.get_submodule("model.layers.0").register_forward_hook(lambda _, args, out: seen.append(out[0] if isinstance(out, tuple) else out))
-    run()
-    for names in links:
-        kept = {n: whole.get_parameter(f"{layer}{n}.weight").detach().clone() for n in names}
-        for n in names:
-            whole.get_parameter(f"{layer}{n}.weight").data.zero_()
-        run()
-        wanted.append(float((seen[-1] - seen[0]).double().square().sum()))
-        for n, value in kept.items():
-            whole.get_parameter(f"{layer}{n}.weight").data.copy_(value)
-    assert sorted(curious.losses) == pytest.approx(sorted(wanted), rel=1e-3)

@@ -95,7 +95,7 @@ def solve(method: str, scheme: Scheme, weight: torch.Tensor, x: torch.Tensor | N
     stats = None if x is None else gather(x)
     for transform in find_transforms(method.split()) if stats is not None else ():
         assert stats is not None
-        factors = factors * transform.factors([Reader(weight * factors, scheme)], scaled(stats, factors), COLUMNS, I, options, lambda weights: 0.0)
+        factors = factors * transform.factors([Reader(weight * factors, scheme)], scaled(stats, factors), COLUMNS, I, options)
     assert factors.isfinite().all()
     assert (factors > 0).all()
     if stats is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from qforge import numerics
 from qforge.calibration.statistics import SAMPLE, Sums
 from qforge.errors import NumericalError, UnsupportedError
 from qforge.methods import Options, Stats, find, find_transforms, scales
-from qforge.methods.awq import AWQ, TRIED
+from qforge.methods.awq import AWQ
 from qforge.methods.smoothquant import SmoothQuant
 from qforge.methods.transform import Reader, Transform
 from qforge.scheme import Scheme, parse
@@ -28,11 +26,6 @@ def inputs(tokens: int = 600, outlier: float = 40.0) -> torch.Tensor:
 
 def weight(rows: int = 48, seed: int = 1) -> torch.Tensor:
     return torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed)) / 8
-
-
-def indifferent(weights: Sequence[torch.Tensor]) -> float:
-    """A block whose output does not tell."""
-    return 0.0
 
 
 def stats_of(x: torch.Tensor) -> Stats:
@@ -53,7 +46,7 @@ def output_error(x: torch.Tensor, w: torch.Tensor, scheme: Scheme, factors: torc
 @pytest.mark.parametrize("scheme", [W8A8, STATIC])
 def test_smoothquant_lowers_the_output_error_of_an_outlier_channel(scheme: Scheme) -> None:
     x, w = inputs(), weight()
-    factors, best = (SmoothQuant().factors([Reader(w, scheme)], stats_of(x), IDENTITY, 64, Options(smoothing=a), indifferent) for a in (0.5, None))
+    factors, best = (SmoothQuant().factors([Reader(w, scheme)], stats_of(x), IDENTITY, 64, Options(smoothing=a)) for a in (0.5, None))
     before, after, least = (output_error(x, w, scheme, s, False) for s in (torch.ones(64), factors, best))
     assert after < before / 2
     assert least < 1.02 * after  # chosen by errors relative to each token's output, over a sample
@@ -64,13 +57,13 @@ def test_smoothquant_lowers_the_output_error_of_an_outlier_channel(scheme: Schem
 def test_smoothquant_leaves_alone_what_it_would_make_worse() -> None:
     x, w = inputs(), weight()
     w[:, 5] *= 40
-    assert torch.equal(SmoothQuant().factors([Reader(w, W8A8)], stats_of(x), IDENTITY, 64, Options(smoothing=1.0), indifferent), torch.ones(64))
+    assert torch.equal(SmoothQuant().factors([Reader(w, W8A8)], stats_of(x), IDENTITY, 64, Options(smoothing=1.0)), torch.ones(64))
 
 
 def test_awq_chooses_the_ratio_with_the_smallest_output_error() -> None:
     x, first, second = inputs(outlier=30), weight(), weight(32, 2)
     readers = [Reader(first, INT4), Reader(second, INT4)]
-    factors = AWQ().factors(readers, stats_of(x), IDENTITY, 64, Options(), indifferent)
+    factors = AWQ().factors(readers, stats_of(x), IDENTITY, 64, Options())
     strength = x.square().mean(0).sqrt()
 
     def error(s: torch.Tensor) -> float:
@@ -79,26 +72,6 @@ def test_awq_chooses_the_ratio_with_the_smallest_output_error() -> None:
     grid = [error(strength ** (i / 20)) for i in range(20)]
     assert error(factors) == pytest.approx(min(grid), rel=0.02)
     assert error(factors) < 0.97 * grid[0]
-
-
-def test_awq_has_the_block_decide_among_the_best() -> None:
-    """What a block is tried with are rounded weights as they act on inputs that are not divided; the ratio that changes its output least is taken."""
-    x, readers, tried = inputs(outlier=30), [Reader(weight(), INT4), Reader(weight(32, 2), INT4)], list[list[torch.Tensor]]()
-
-    def third(weights: Sequence[torch.Tensor]) -> float:
-        tried.append(list(weights))
-        return 0.0 if len(tried) == 3 else 1.0
-
-    factors, best = (AWQ().factors(readers, stats_of(x), IDENTITY, 64, Options(), loss) for loss in (third, indifferent))
-    assert not torch.equal(factors, best)
-    assert len(tried) == TRIED
-    strength = x.square().mean(0).sqrt().log()
-    ratio = float(((factors.log() * (strength - strength.mean())).sum() / (strength - strength.mean()).square().sum()) * 20)
-    assert ratio == pytest.approx(round(ratio), abs=1e-3)
-    for reader, made in zip(readers, tried[2], strict=True):
-        importance = (x / factors).square().sum(0)
-        q = numerics.quantize(reader.weight * factors, INT4, *scales.choose(reader.weight * factors, INT4, importance, search=True))
-        torch.testing.assert_close(made, numerics.dequantize(q) / factors)
 
 
 @pytest.mark.parametrize("transform", [AWQ(), SmoothQuant()], ids=["awq", "smoothquant"])
@@ -114,7 +87,7 @@ def test_factors_are_finite_and_positive(transform: Transform, case: str) -> Non
         "constant": (torch.full_like(x, 0.5), w),
     }[case]
     for scheme in (STATIC, INT4) if transform.name == "awq" else (STATIC, W8A8):
-        factors = transform.factors([Reader(w, scheme)], stats_of(x), IDENTITY, 64, Options(), indifferent)
+        factors = transform.factors([Reader(w, scheme)], stats_of(x), IDENTITY, 64, Options())
         assert factors.isfinite().all()
         assert (factors > 0).all()
         assert case != "one dead input" or factors[7] == 1
@@ -123,7 +96,7 @@ def test_factors_are_finite_and_positive(transform: Transform, case: str) -> Non
 @pytest.mark.parametrize("transform", [AWQ(), SmoothQuant()], ids=["awq", "smoothquant"])
 def test_columns_of_one_channel_share_a_factor_and_others_have_none(transform: Transform) -> None:
     columns = torch.cat((torch.arange(16), torch.arange(16), torch.arange(16) + 20, torch.full((16,), -1)))
-    factors = transform.factors([Reader(weight(), STATIC)], stats_of(inputs()), columns, 40, Options(), indifferent)
+    factors = transform.factors([Reader(weight(), STATIC)], stats_of(inputs()), columns, 40, Options())
     assert factors.shape == (40,)
     assert torch.equal(factors[16:20], torch.ones(4))
     assert torch.equal(factors[36:], torch.ones(4))
@@ -135,7 +108,7 @@ def test_activations_that_overflow_are_refused(transform: Transform) -> None:
     x = inputs()
     x[3, 4] = float("inf")
     with pytest.raises(NumericalError, match="overflows on this text"):
-        transform.factors([Reader(weight(), STATIC)], stats_of(x), IDENTITY, 64, Options(), indifferent)
+        transform.factors([Reader(weight(), STATIC)], stats_of(x), IDENTITY, 64, Options())
 
 
 def test_a_sample_is_evenly_spaced_and_bounded() -> None:

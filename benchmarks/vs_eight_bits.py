@@ -73,7 +73,7 @@ def main() -> int:
     model = open_model(str(merged))
     tokens = gather(model, args.out, args.calibration, args.samples, args.length, args.text, args.window, args.windows)
     tools = others.Tools(args.tools.absolute(), args.envs.absolute())
-    jobs = [Run(tool, method, scheme, 8, 0) for scheme, found in RUNS.items() for tool, methods in found.items() for method in methods]
+    jobs = [Run(tool, method, scheme, 8, 0) for scheme, found in RUNS.items() for tool, methods in found.items() for method in methods if method in args.methods.split(",")]
     for job in jobs:
         execute(job, merged, tokens, tools, args.out / job.folder)
     original = Original(model)
@@ -97,6 +97,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--windows", type=int)
+    parser.add_argument("--methods", default="rtn,gptq,smoothquant,smoothquant+gptq", help="comma-separated, of both tools")
     parser.add_argument("--tools", type=Path, default=os.environ.get("QFORGE_PEERS", "."), metavar="DIR")
     parser.add_argument("--envs", type=Path, default="runs/peers", metavar="DIR")
     parser.add_argument("--out", type=Path, default="runs/vs_eight_bits", metavar="DIR")

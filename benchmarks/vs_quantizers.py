@@ -145,7 +145,7 @@ def describe(args: argparse.Namespace, tokens: Tokens, rows: list[dict[str, Any]
     return {
         "date": time.strftime("%Y-%m-%d"),
         "environment": environment(),
-        "command": " ".join(["python", "benchmarks/vs_quantizers.py", *(Path(a).name if "/" in a and Path(a).exists() else a for a in sys.argv[1:])]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *(Path(a).name if "/" in a and Path(a).exists() else a for a in sys.argv[1:])]),
         "model": {"name": Path(args.model).name, "adapter": args.adapter and Path(args.adapter).name},
         "calibration": {"text": args.calibration.name, "samples": samples, "length": length, "sha256": tokens.calibration.sha256},
         "evaluation": {"text": args.text.name, "text_sha256": tokens.windows.sha256, "windows": len(tokens.windows.ids), "tokens": tokens.windows.tokens},

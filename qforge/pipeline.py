@@ -53,7 +53,7 @@ def plan(recipe: Recipe | str | Path, *, out: str | Path | None = None, override
     blocks = BlockModel(model)
     choices = candidates(recipe, model, blocks)
     planned = _planned(recipe, merged, model, blocks, choices)
-    exports.check(recipe, replace(model, schemes=planned.schemes))
+    exports.check(recipe, _expected(recipe, model, planned, blocks))
     texts = gather_texts(recipe, model, planned, None)
     workers.check(planned, texts.calibration)
     planned = replace(planned, notes=(*planned.notes, *_promised(texts.evaluation)))
@@ -95,7 +95,7 @@ def quantize(
         blocks = BlockModel(model)
         choices = candidates(recipe, model, blocks)
         planned = _planned(recipe, merged, model, blocks, choices)
-        skipped = exports.check(recipe, replace(model, schemes=planned.schemes))
+        skipped = exports.check(recipe, _expected(recipe, model, planned, blocks))
         texts = gather_texts(recipe, model, planned, None)
         workers.check(planned, texts.calibration)
         budget = _budget(recipe, planned, blocks, texts)
@@ -117,7 +117,7 @@ def quantize(
         while True:
             if choice is not None:
                 planned = _planned(recipe, merged, model, blocks, choices, choice)
-                skipped = exports.check(recipe, replace(model, schemes=planned.schemes))
+                skipped = exports.check(recipe, _expected(recipe, model, planned, blocks))
             artifacts.clear_others(out, recipe, model_sha256, planned, texts, journal)
             meter.mark("before quantize")
             with meter.stage("quantize"):
@@ -212,6 +212,12 @@ def _planned(recipe: Recipe, merged: Model, model: Model, blocks: BlockModel, ch
     chosen = () if choices is None else (choices.draft() if choice is None else choice.schemes,)
     planned = make_plan(recipe, model, blocks, merged, *chosen)
     return replace(planned, notes=(*(() if choices is None else choices.notes), *planned.notes, *importance.said(recipe, planned)))
+
+
+def _expected(recipe: Recipe, model: Model, planned: Plan, blocks: BlockModel) -> Model:
+    """What an export will be given, as far as it is known: its schemes, and which modules will have scales of keys and values (what these are is not)."""
+    scaled = () if recipe.quantize.kv_cache is None else blocks.caching()
+    return replace(model, schemes=planned.schemes, kv_scales=dict.fromkeys(scaled, (1.0, 1.0)))
 
 
 def _promised(windows: EvaluationWindows | None) -> tuple[str, ...]:

@@ -52,22 +52,31 @@ def run(job: Run, model: Path, tokens: Tokens, folder: Path, tools: Tools) -> No
     Raises:
         RuntimeError: the environment is missing, or the peer failed.
     """
+    shared = job.bits == RUNNER_BITS and job.method != "nf4"
+    script = [str(tools.runner / "run_peer.py")] if shared else [str(ADAPTER), "--tools", str(tools.runner), "--bits", str(job.bits)]
+    inputs = ["--model", str(model.resolve()), "--calibration", str(tokens.ids_file.resolve()), "--group", str(job.group), "--out", str(folder.resolve())]
+    launch(job, [*script, job.tool, job.method, *inputs], folder, tools, {"bits_per_weight": job.stored_bits})
+
+
+def launch(job: Run, script: list[str], folder: Path, tools: Tools, known: dict[str, float]) -> None:
+    """Run a script, with its arguments, under the interpreter of a peer; what it writes to meter.json in `folder` gets the seconds of the process, versions, and what is `known`.
+
+    Raises:
+        RuntimeError: the environment is missing, or the peer failed.
+    """
     reason = tools.lacks(job.tool)
     if reason is not None:
         raise RuntimeError(reason)
     python = str(tools.interpreter(job.tool))
-    shared = job.bits == RUNNER_BITS and job.method != "nf4"
-    script = [str(tools.runner / "run_peer.py")] if shared else [str(ADAPTER), "--tools", str(tools.runner), "--bits", str(job.bits)]
-    inputs = ["--model", str(model.resolve()), "--calibration", str(tokens.ids_file.resolve()), "--group", str(job.group), "--out", str(folder.resolve())]
     cores = str(len(os.sched_getaffinity(0)))
     environment = {"OMP_NUM_THREADS": cores, "GPTQMODEL_CPU_WORKERS": cores} | dict(os.environ)
     start = time.perf_counter()
     with open(folder / "log.txt", "w") as log:
-        code = subprocess.run([python, *script, job.tool, job.method, *inputs], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder).returncode
+        code = subprocess.run([python, *script], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder).returncode
     seconds = time.perf_counter() - start
     if code != 0:
         raise RuntimeError(f"{job.name} ended with {code}; see {folder / 'log.txt'}")
     meter = json.loads((folder / "meter.json").read_text())
     versions = json.loads(subprocess.run([python, "-c", ASK_VERSIONS], capture_output=True, text=True, check=True).stdout)
-    meter |= {"process_s": round(seconds, 2), "bits_per_weight": job.stored_bits, "rss_libraries_mb": resident(python, job.tool), "versions": versions}
+    meter |= {"process_s": round(seconds, 2), "rss_libraries_mb": resident(python, job.tool), "versions": versions} | known
     (folder / "meter.json").write_text(json.dumps(meter, indent=1))

@@ -157,7 +157,15 @@ class BlockModel:
 
     def caches(self) -> bool:
         """Whether all blocks take a cache of keys and values as transformers 5 gives it."""
-        return all(_CACHE in inspect.signature(type(block).forward).parameters for block in self._blocks)
+        return all(_takes_cache(block) for block in self._blocks)
+
+    def caching(self) -> list[str]:
+        """Full names of the modules that store keys and values, as the code says: those of a block that take a cache, and have no such module in them."""
+        found = []
+        for block, prefix in zip(self._blocks, self.block_names, strict=True):
+            names = [name for name, module in block.named_modules() if name and _takes_cache(module)]
+            found += [f"{prefix}.{name}" for name in names if not any(other.startswith(f"{name}.") for other in names)]
+        return found
 
     @contextlib.contextmanager
     def head(self, replace: Callable[[str], torch.Tensor | None] = lambda name: None, *, gradients: bool = False) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
@@ -304,6 +312,10 @@ def _rounded_inputs(linears: Mapping[str, nn.Module], rounding: Callable[[str], 
 
 def _hook(rounding: Rounding) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
     return lambda module, args: (rounding(args[0]), *args[1:])
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    return _CACHE in inspect.signature(type(module).forward).parameters
 
 
 def _persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

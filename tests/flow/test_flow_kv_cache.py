@@ -168,6 +168,7 @@ def test_trtllm_has_no_place_for_scales_of_fused_linears(tmp_path: Path) -> None
     file = recipe(tmp_path, "phi3", torch.bfloat16, evaluated=False)
     with pytest.raises(UnsupportedError, match=r"stored with k_proj and v_proj, and model\.layers\.0\.self_attn has none"):
         qforge.quantize(file, out=tmp_path / "out", overrides=["export=[{format: trtllm}]"])
+    assert not (tmp_path / "out").exists()  # before work starts
     qforge.quantize(file, out=tmp_path / "out")
     with pytest.raises(UnsupportedError, match=r"stored with k_proj and v_proj, and model\.layers\.0\.self_attn has none"):
         qforge.pipeline.export(tmp_path / "out", "trtllm", out=tmp_path / "trtllm")

@@ -45,7 +45,7 @@ def held(theirs: PreTrainedModel) -> list[tuple[float, float]]:
 def test_scales_are_those_of_what_transformers_caches(tmp_path: Path, family: str) -> None:
     folder = tiny.make(tmp_path / family, family, layers=2, **FAMILIES[family])  # type: ignore[arg-type]
     found = measured(folder)
-    assert list(found) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert list(found) == ["model.layers.0.self_attn", "model.layers.1.self_attn"] == BlockModel(open_model(str(folder))).caching()  # known beforehand
     torch.testing.assert_close(torch.tensor(list(found.values())), torch.tensor(held(AutoModelForCausalLM.from_pretrained(folder).eval())), rtol=NEAR, atol=0)
     assert all(float(torch.tensor(s).to(kind)) == s for pair in found.values() for s in pair for kind in (torch.float16, torch.bfloat16))
 

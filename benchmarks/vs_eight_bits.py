@@ -1,0 +1,169 @@
+"""Eight bits on both sides, executed: our artifacts on our runtime, llm-compressor's checkpoints in transformers, each rounding activations as its scheme says.
+
+    python benchmarks/vs_eight_bits.py --model DIR --calibration FILE --text FILE --samples 64 --length 256 --window 256 --out OUT --tools DIR --envs DIR
+
+Same merged model, calibration ids and evaluation tokens for all, as in vs_quantizers.py. Seconds: of the quantize call. `rounding` is the divergence between the run and the same
+weights with activations as they are: what executing the rounding costs, and the proof that it was executed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers import eight_bits_adapter, kept, others, ours
+from peers.judge import Original
+from peers.runs import OURS, Run
+from peers.texts import Tokens, gather
+from vs_quantizers import RESULTS, describe, merge
+
+from qforge.engines.base import Scorer, chunks
+from qforge.engines.runtime_engine import RuntimeEngine
+from qforge.engines.transformers_engine import TransformersEngine
+from qforge.evaluate.divergence import evaluate
+from qforge.models.model import open_model
+
+PEER = "llmcompressor"
+RUNS = {
+    "w8a8-int8": {PEER: ("rtn", "gptq", "smoothquant", "smoothquant+gptq"), OURS: ("rtn", "gptq", "smoothquant", "smoothquant+gptq")},
+    "fp8-dynamic": {PEER: ("rtn",), OURS: ("rtn", "gptq")},
+}
+HEAD = "| run | scheme | KL | 95 % | perplexity | ratio to the original | top-1 | rounding | seconds |"
+
+
+class Checkpoint:
+    """A `Scorer`: a compressed-tensors checkpoint as transformers loads and runs it, with its rounding of activations or without."""
+
+    name = "transformers"
+
+    def __init__(self, folder: Path, *, rounding: bool = True) -> None:
+        import transformers
+
+        self.version = transformers.__version__
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        linears = [m for m in self._model.modules() if getattr(getattr(m, "quantization_scheme", None), "input_activations", None) is not None]
+        if not linears:
+            raise RuntimeError(f"{folder}: no linear rounds its activations")
+        if not rounding:
+            for module in linears:
+                module.quantization_scheme.input_activations = None
+
+    @torch.inference_mode()
+    def score(self, windows: list[list[int]]) -> Iterator[torch.Tensor]:
+        """See `Scorer.score`."""
+        for window in windows:
+            logits = self._model(input_ids=torch.tensor([window])).logits[0]
+            for start, stop in chunks(len(logits)):
+                yield logits[start:stop]
+
+
+def main() -> int:
+    args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    merged = merge(args.model, args.adapter, args.out / "merged")
+    model = open_model(str(merged))
+    tokens = gather(model, args.out, args.calibration, args.samples, args.length, args.text, args.window, args.windows)
+    tools = others.Tools(args.tools.absolute(), args.envs.absolute())
+    jobs = [Run(tool, method, scheme, 8, 0) for scheme, found in RUNS.items() for tool, methods in found.items() for method in methods if method in args.methods.split(",")]
+    for job in jobs:
+        execute(job, merged, tokens, tools, args.out / job.folder)
+    original = Original(model)
+    rows = [row(job, args.out / job.folder, original, tokens) for job in jobs]
+    text = "\n\n".join([main_table(rows), ratio_table(rows)])
+    print(text)
+    content = describe(args, tokens, rows, [])
+    for folder, stem in [(args.out, "table")] + [(RESULTS, f"vs_eight_bits-{args.save}")] * bool(args.save):
+        (folder / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
+        (folder / f"{stem}.md").write_text(f"# Eight bits on both sides, executed\n\n{time.strftime('%Y-%m-%d')}, `{content['command']}`\n\n{text}\n")
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="what qforge opens: a folder, a .gguf file, demo")
+    parser.add_argument("--adapter", help="LoRA folder, merged first")
+    parser.add_argument("--calibration", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--windows", type=int)
+    parser.add_argument("--methods", default="rtn,gptq,smoothquant,smoothquant+gptq", help="comma-separated, of both tools")
+    parser.add_argument("--tools", type=Path, default=os.environ.get("QFORGE_PEERS", "."), metavar="DIR")
+    parser.add_argument("--envs", type=Path, default="runs/peers", metavar="DIR")
+    parser.add_argument("--out", type=Path, default="runs/vs_eight_bits", metavar="DIR")
+    parser.add_argument("--save", metavar="NAME", help="also write benchmarks/results/vs_eight_bits-NAME.json and .md")
+    return parser.parse_args()
+
+
+def execute(job: Run, merged: Path, tokens: Tokens, tools: others.Tools, folder: Path) -> None:
+    """Run one job."""
+    kept.begin(folder)
+    if job.tool == OURS:
+        ours.run(job, merged, tokens, folder)
+        return
+    inputs = ["--tools", tools.runner, "--model", merged.resolve(), "--calibration", tokens.ids_file.resolve(), "--out", folder.resolve()]
+    others.launch(job, [eight_bits_adapter.__file__, job.method, job.scheme, *map(str, inputs)], folder, tools, {})
+
+
+def candidates(job: Run, folder: Path) -> tuple[Scorer, Scorer]:
+    """The run as it is executed, and with activations as they are."""
+    if job.tool == OURS:
+        artifact = open_model(str(folder / "run"))
+        return RuntimeEngine(artifact), TransformersEngine(artifact)
+    return Checkpoint(folder / "checkpoint"), Checkpoint(folder / "checkpoint", rounding=False)
+
+
+def row(job: Run, folder: Path, original: Original, tokens: Tokens) -> dict[str, Any]:
+    """What the table says of one run."""
+    meter = json.loads((folder / "meter.json").read_text())
+    executed, plain = candidates(job, folder)
+    figures = asdict(evaluate(executed, original, tokens.windows))
+    rounding = evaluate(executed, plain, tokens.windows).kl_mean
+    return {
+        "tool": job.tool,
+        "method": job.method,
+        "scheme": job.scheme,
+        "engine": figures["engine"],
+        "kl": figures["kl_mean"],
+        "kl_ci95": figures["kl_mean_ci95"],
+        "perplexity": figures["candidate"]["perplexity"],
+        "original": figures["reference"]["perplexity"],
+        "top1": figures["top1_agreement"],
+        "rounding": rounding,
+        "seconds": meter["wall_s"],
+        "versions": meter["versions"],
+    }
+
+
+def main_table(rows: list[dict[str, Any]]) -> str:
+    """All runs, scheme by scheme, the lowest divergence first."""
+    lines = [
+        f"| {r['tool']}:{r['method']} | {r['scheme']} | {r['kl']:.4f} | {r['kl_ci95'][0]:.4f}-{r['kl_ci95'][1]:.4f} | {r['perplexity']:.3f} "
+        f"| {r['perplexity'] / r['original']:.4f} | {r['top1']:.3f} | {r['rounding']:.4f} | {r['seconds']:.1f} |"
+        for r in sorted(rows, key=lambda r: (r["scheme"], r["kl"]))
+    ]
+    return "\n".join([HEAD, "|---" * HEAD.count("| ") + "|", *lines])
+
+
+def ratio_table(rows: list[dict[str, Any]]) -> str:
+    """Ours of lowest divergence over the peer's of lowest divergence, scheme by scheme."""
+    lines = []
+    for scheme in RUNS:
+        best, rival = (min((r for r in rows if r["scheme"] == scheme and (r["tool"] == OURS) is own), key=lambda r: r["kl"]) for own in (True, False))
+        lines.append(f"| {scheme} | {best['method']} | {rival['method']} | {best['kl'] / rival['kl']:.2f} | {best['seconds'] / rival['seconds']:.2f} |")
+    head = f"| scheme | our best | {PEER}'s best | KL | seconds |"
+    return "\n".join([head, "|---" * 5 + "|", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

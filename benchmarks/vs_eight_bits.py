@@ -2,8 +2,7 @@
 
     python benchmarks/vs_eight_bits.py --model DIR --calibration FILE --text FILE --samples 64 --length 256 --window 256 --out OUT --tools DIR --envs DIR
 
-Same merged model, calibration ids and evaluation tokens for all, as in vs_quantizers.py. Seconds: of the quantize call. `rounding` is the divergence between the run and the same
-weights with activations as they are: what executing the rounding costs, and the proof that it was executed.
+Same merged model, calibration ids and evaluation tokens for all, as in vs_quantizers.py. Seconds: of the quantize call. Finished runs in OUT are used again with `--reuse`.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ from peers import eight_bits_adapter, kept, others, ours
 from peers.judge import Original
 from peers.runs import OURS, Run
 from peers.texts import Tokens, gather
-from vs_quantizers import RESULTS, describe, merge
+from vs_quantizers import RESULTS, REUSED, describe, merge
 
 from qforge.engines.base import Scorer, chunks
 from qforge.engines.runtime_engine import RuntimeEngine
-from qforge.engines.transformers_engine import TransformersEngine
 from qforge.evaluate.divergence import evaluate
 from qforge.models.model import open_model
 
@@ -36,25 +34,23 @@ RUNS = {
     "w8a8-int8": {PEER: ("rtn", "gptq", "smoothquant", "smoothquant+gptq"), OURS: ("rtn", "gptq", "smoothquant", "smoothquant+gptq")},
     "fp8-dynamic": {PEER: ("rtn",), OURS: ("rtn", "gptq")},
 }
-HEAD = "| run | scheme | KL | 95 % | perplexity | ratio to the original | top-1 | rounding | seconds |"
+RESULT = {OURS: "run", PEER: "checkpoint"}  # where a run leaves what is executed
+HEAD = "| run | scheme | KL | 95 % | perplexity | ratio to the original | top-1 | seconds |"
 
 
 class Checkpoint:
-    """A `Scorer`: a compressed-tensors checkpoint as transformers loads and runs it, with its rounding of activations or without."""
+    """A `Scorer`: a compressed-tensors checkpoint as transformers loads and runs it, with its rounding of activations."""
 
     name = "transformers"
 
-    def __init__(self, folder: Path, *, rounding: bool = True) -> None:
+    def __init__(self, folder: Path) -> None:
         import transformers
 
         self.version = transformers.__version__
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        linears = [m for m in self._model.modules() if getattr(getattr(m, "quantization_scheme", None), "input_activations", None) is not None]
-        if not linears:
+        schemes = (getattr(module, "quantization_scheme", None) for module in self._model.modules())
+        if not any(scheme is not None and scheme.input_activations is not None for scheme in schemes):
             raise RuntimeError(f"{folder}: no linear rounds its activations")
-        if not rounding:
-            for module in linears:
-                module.quantization_scheme.input_activations = None
 
     @torch.inference_mode()
     def score(self, windows: list[list[int]]) -> Iterator[torch.Tensor]:
@@ -75,7 +71,7 @@ def main() -> int:
     tools = others.Tools(args.tools.absolute(), args.envs.absolute())
     jobs = [Run(tool, method, scheme, 8, 0) for scheme, found in RUNS.items() for tool, methods in found.items() for method in methods if method in args.methods.split(",")]
     for job in jobs:
-        execute(job, merged, tokens, tools, args.out / job.folder)
+        execute(job, merged, model.fingerprint(), tokens, tools, args.out / job.folder, args.reuse)
     original = Original(model)
     rows = [row(job, args.out / job.folder, original, tokens) for job in jobs]
     text = "\n\n".join([main_table(rows), ratio_table(rows)])
@@ -101,34 +97,35 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tools", type=Path, default=os.environ.get("QFORGE_PEERS", "."), metavar="DIR")
     parser.add_argument("--envs", type=Path, default="runs/peers", metavar="DIR")
     parser.add_argument("--out", type=Path, default="runs/vs_eight_bits", metavar="DIR")
+    parser.add_argument("--reuse", choices=REUSED, default="peers", help="finished results in --out to take as they are")
     parser.add_argument("--save", metavar="NAME", help="also write benchmarks/results/vs_eight_bits-NAME.json and .md")
     return parser.parse_args()
 
 
-def execute(job: Run, merged: Path, tokens: Tokens, tools: others.Tools, folder: Path) -> None:
-    """Run one job."""
+def execute(job: Run, merged: Path, model_sha256: str, tokens: Tokens, tools: others.Tools, folder: Path, reuse: str) -> None:
+    """Run one job, or find it done."""
+    wanted = kept.key(job, model_sha256, tokens.calibration.sha256) | {"scheme": job.scheme}
+    if job.tool in REUSED[reuse] and kept.finished(folder, wanted, RESULT[job.tool]):
+        return
     kept.begin(folder)
     if job.tool == OURS:
         ours.run(job, merged, tokens, folder)
-        return
-    inputs = ["--tools", tools.runner, "--model", merged.resolve(), "--calibration", tokens.ids_file.resolve(), "--out", folder.resolve()]
-    others.launch(job, [eight_bits_adapter.__file__, job.method, job.scheme, *map(str, inputs)], folder, tools, {})
+    else:
+        inputs = ["--tools", tools.runner, "--model", merged.resolve(), "--calibration", tokens.ids_file.resolve(), "--out", folder.resolve()]
+        others.launch(job, [eight_bits_adapter.__file__, job.method, job.scheme, *map(str, inputs)], folder, tools, {"bits_per_weight": float(job.bits)})
+    kept.finish(folder, wanted)
 
 
-def candidates(job: Run, folder: Path) -> tuple[Scorer, Scorer]:
-    """The run as it is executed, and with activations as they are."""
-    if job.tool == OURS:
-        artifact = open_model(str(folder / "run"))
-        return RuntimeEngine(artifact), TransformersEngine(artifact)
-    return Checkpoint(folder / "checkpoint"), Checkpoint(folder / "checkpoint", rounding=False)
+def candidate(job: Run, folder: Path) -> Scorer:
+    """The run's result, as it is executed."""
+    result = folder / RESULT[job.tool]
+    return RuntimeEngine(open_model(str(result))) if job.tool == OURS else Checkpoint(result)
 
 
 def row(job: Run, folder: Path, original: Original, tokens: Tokens) -> dict[str, Any]:
     """What the table says of one run."""
     meter = json.loads((folder / "meter.json").read_text())
-    executed, plain = candidates(job, folder)
-    figures = asdict(evaluate(executed, original, tokens.windows))
-    rounding = evaluate(executed, plain, tokens.windows).kl_mean
+    figures = asdict(evaluate(candidate(job, folder), original, tokens.windows))
     return {
         "tool": job.tool,
         "method": job.method,
@@ -139,7 +136,6 @@ def row(job: Run, folder: Path, original: Original, tokens: Tokens) -> dict[str,
         "perplexity": figures["candidate"]["perplexity"],
         "original": figures["reference"]["perplexity"],
         "top1": figures["top1_agreement"],
-        "rounding": rounding,
         "seconds": meter["wall_s"],
         "versions": meter["versions"],
     }
@@ -149,7 +145,7 @@ def main_table(rows: list[dict[str, Any]]) -> str:
     """All runs, scheme by scheme, the lowest divergence first."""
     lines = [
         f"| {r['tool']}:{r['method']} | {r['scheme']} | {r['kl']:.4f} | {r['kl_ci95'][0]:.4f}-{r['kl_ci95'][1]:.4f} | {r['perplexity']:.3f} "
-        f"| {r['perplexity'] / r['original']:.4f} | {r['top1']:.3f} | {r['rounding']:.4f} | {r['seconds']:.1f} |"
+        f"| {r['perplexity'] / r['original']:.4f} | {r['top1']:.3f} | {r['seconds']:.1f} |"
         for r in sorted(rows, key=lambda r: (r["scheme"], r["kl"]))
     ]
     return "\n".join([HEAD, "|---" * HEAD.count("| ") + "|", *lines])

@@ -17,10 +17,10 @@ def key(job: Run, model_sha256: str, calibration_sha256: str) -> dict[str, Any]:
     return {"tool": job.tool, "method": job.method, "bits": job.bits, "group": job.group, "model": model_sha256, "calibration": calibration_sha256} | own
 
 
-def finished(folder: Path, wanted: dict[str, Any]) -> bool:
-    """Whether `folder` holds the result of exactly this run."""
+def finished(folder: Path, wanted: dict[str, Any], result: str = "weights.safetensors") -> bool:
+    """Whether `folder` holds the `result` (a file's or folder's name in it) of exactly this run."""
     path = folder / KEY
-    return path.is_file() and (folder / "weights.safetensors").is_file() and json.loads(path.read_text()) == wanted
+    return path.is_file() and (folder / result).exists() and json.loads(path.read_text()) == wanted
 
 
 def begin(folder: Path) -> None:

@@ -135,6 +135,7 @@ def row(job: Run, folder: Path, judge: Judge) -> dict[str, Any]:
         "mb_peak": meter["rss_peak_mb"],
         "load": meter["load"],
         "multiplications_per_s": meter.get("multiplications_per_s"),
+        "forward_seconds": meter.get("forward_s"),
         "versions": meter["versions"],
     }
 

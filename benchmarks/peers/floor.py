@@ -1,14 +1,16 @@
-"""What GPTQ cannot do without, at the rate at which this machine multiplies: one pass of the calibration text through the blocks' linears, and X^T X of what they take.
+"""What a calibrated run's time is held against: what GPTQ cannot do without, at the rate at which this machine multiplies, and a pass of the calibration text through the model.
 
-Counted as whole fp32 products by PyTorch; attention, solving, norms and writing are left out. (Half of X^T X is the other half mirrored, and products in bf16 are faster:
-a tool can be below this.)
+The first is one pass through the blocks' linears, and X^T X of what they take. Counted as whole fp32 products by PyTorch; attention, solving, norms and writing are left out. (Half
+of X^T X is the other half mirrored, and products in bf16 are faster: a tool can be below this.)
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
+from transformers import AutoModel
 
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
@@ -16,6 +18,7 @@ from qforge.models.sharing import find_followers
 
 WIDTH = 2048
 ROUNDS = 5
+SEQUENCES = 8  # that are passed through the model to tell how long all of them take
 
 
 def multiplications(model: Model, tokens: int) -> float:
@@ -40,3 +43,14 @@ def rate() -> float:
         torch.mm(a, b)
         seconds.append(time.perf_counter() - start)
     return float(WIDTH**3 / sorted(seconds)[ROUNDS // 2])
+
+
+@torch.inference_mode()
+def forward_seconds(folder: Path, ids: torch.Tensor) -> float:
+    """Of one pass of transformers' fp32 model, without its head, over ids `[B, T]`, one sequence at a time, now: told from the first few."""
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    model(input_ids=ids[:1], use_cache=False)
+    start = time.perf_counter()
+    for sequence in ids[:SEQUENCES]:
+        model(input_ids=sequence[None], use_cache=False)
+    return (time.perf_counter() - start) * len(ids) / len(ids[:SEQUENCES])

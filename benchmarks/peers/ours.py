@@ -33,7 +33,7 @@ def run(job: Run, model: Path, tokens: Tokens, folder: Path) -> None:
     command = [sys.executable, "-m", "qforge", "quantize", "--recipe", str(folder / "recipe.yaml"), "--out", str(folder / "run"), "--fresh"]
     done = subprocess.run(command, capture_output=True, text=True)
     seconds = time.perf_counter() - start
-    after = floor.rate()
+    after, forward = floor.rate(), floor.forward_seconds(model, tokens.calibration.ids)
     (folder / "log.txt").write_text(done.stdout + done.stderr)
     if done.returncode != 0:
         raise RuntimeError(f"qforge ended with {done.returncode}: {done.stderr.strip()[-500:]}")
@@ -42,7 +42,7 @@ def run(job: Run, model: Path, tokens: Tokens, folder: Path) -> None:
     if seen not in (None, tokens.calibration.sha256):
         raise RuntimeError(f"the run was calibrated on the ids {seen}, the peers see {tokens.calibration.sha256}")
     save_file(changed(open_model(str(folder / "run")), open_model(str(model))), folder / "weights.safetensors")
-    around = {"process_s": round(seconds, 2), "load": load, "multiplications_per_s": (before + after) / 2}
+    around = {"process_s": round(seconds, 2), "load": load, "multiplications_per_s": (before + after) / 2, "forward_s": round(forward, 2)}
     (folder / "meter.json").write_text(json.dumps(cost(job, results) | around, indent=1))
 
 
@@ -52,12 +52,12 @@ def recipe(job: Run, model: Path, tokens: Tokens) -> dict[str, Any]:
     samples, length = tokens.calibration.ids.shape
     options = dict(job.options)
     generated = options.pop("generated", 0)  # sequences that the model writes itself, besides those that all tools are given
-    limit = options.pop("memory_limit", None)
+    limit, budget = options.pop("memory_limit", None), options.pop("budget", None)
     return {
         "version": 1,
         "model": {"source": str(model.resolve())},
         "calibration": {"source": str(tokens.calibration_file.resolve()), "samples": samples, "sequence_length": length, "generated": generated, "seed": 0},
-        "quantize": {"method": methods if len(methods) > 1 else methods[0], "scheme": job.scheme, "options": options},
+        "quantize": {"method": methods if len(methods) > 1 else methods[0], "options": options} | ({"scheme": job.scheme} if budget is None else {"budget": f"{budget} bits"}),
         "evaluate": None,
         "run": {"memory_limit": limit},
     }
@@ -77,7 +77,7 @@ def changed(artifact: Model, original: Model) -> dict[str, torch.Tensor]:
 def cost(job: Run, results: dict[str, Any]) -> dict[str, Any]:
     """What run_peer.py writes for the others: the work without opening and tokenizing, but with writing text; memory before it, with no weight read, and at its peak."""
     seconds, memory = results["timings"], results["memory"]
-    measured = ["quantize", "write"] + (["texts"] if dict(job.options).get("generated") else [])
+    measured = [stage for stage in ("choose", "quantize", "write") if stage in seconds] + (["texts"] if dict(job.options).get("generated") else [])
     return {
         "name": f"{job.name} {job.scheme}",
         "wall_s": round(sum(seconds[stage] for stage in measured), 2),

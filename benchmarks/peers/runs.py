@@ -12,6 +12,7 @@ OURS = "ours"
 PEERS = ("llmcompressor", "gptqmodel", "autoround", "simple")
 ASYMMETRIC = ("hqq",)
 NF4_BLOCK = 64
+CHOSEN = "by layer"  # the scheme of a run that has a budget in its place
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Run:
         scheme: ours: a scheme's text form; a peer's: bits, group, symmetry.
         bits: of a code.
         group: weights that share a scale.
-        options: ours: `quantize.options` of the recipe, `generated` of its calibration, `memory_limit` of its run.
+        options: ours: `quantize.options` of the recipe, its `budget` in bits per weight, `generated` of its calibration, `memory_limit` of its run.
     """
 
     tool: str
@@ -63,7 +64,7 @@ def parse(text: str, bits: int, group: int) -> Run:
         raise ValueError(f"'{text}': only ours takes a scheme and options; --bits and --group hold for all")
     options = tuple((key, yaml.safe_load(value)) for key, _, value in (s.partition("=") for s in settings))
     if tool == OURS:
-        return Run(tool, method, scheme or f"int{bits}-g{group}-sym", bits, group, options)
+        return Run(tool, method, scheme or (CHOSEN if method == "auto" else f"int{bits}-g{group}-sym"), bits, group, options)
     return Run(tool, method, _peers_scheme(method, bits, group), bits, group)
 
 

@@ -39,13 +39,18 @@ def ratio_table(rows: Sequence[Row]) -> str:
 
 
 def floor_table(rows: Sequence[Row], multiplications: float) -> str:
-    """Ours that calibrate on the text that all are given, beside the least that GPTQ takes on it (`floor.py`) at the rate measured right before and after each run."""
-    found = [
-        (row, multiplications / row["multiplications_per_s"]) for row in rows if row["method"] == "gptq" and row.get("multiplications_per_s") and "generated" not in row["name"]
-    ]
-    lines = [f"| {row['name']} | {row['multiplications_per_s'] / 1e9:.0f} | {least:.1f} | {row['seconds']:.1f} | {row['seconds'] / least:.2f} |" for row, least in found]
-    head = f"| ours | fp32 product, GMAC/s | floor of one pass ({multiplications / 1e12:.2f} TMAC), s | seconds | ratio |"
-    return "\n".join([head, "|---" * 5 + "|", *lines]) if lines else ""
+    """Ours that calibrate on the text that all are given, beside the least that GPTQ takes on it and a pass of that text through transformers' model (`floor.py`), at the rates
+    measured right before and after each run."""
+    measured = [row for row in rows if row.get("multiplications_per_s") and row.get("forward_seconds")]
+    found = [row for row in measured if row["method"] == "gptq" and "generated" not in row["name"]]
+    lines = [_floor_line(row, multiplications / row["multiplications_per_s"]) for row in found]
+    head = f"| ours | fp32 product, GMAC/s | seconds | floor of one pass ({multiplications / 1e12:.2f} TMAC), s | ratio | a forward pass, s | ratio |"
+    return "\n".join([head, "|---" * 7 + "|", *lines]) if lines else ""
+
+
+def _floor_line(row: Row, least: float) -> str:
+    seconds, forward = row["seconds"], row["forward_seconds"]
+    return f"| {row['name']} | {row['multiplications_per_s'] / 1e9:.0f} | {seconds:.1f} | {least:.1f} | {seconds / least:.2f} | {forward:.1f} | {seconds / forward:.2f} |"
 
 
 def _line(row: Row) -> str:

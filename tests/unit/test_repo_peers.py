@@ -48,6 +48,7 @@ def test_a_run_names_tool_method_scheme_and_options() -> None:
     run = parse("ours:awq+gptq@int3-g64-asym/damping=0.02/act_order=false", 4, 32)
     assert (run.tool, run.method, run.scheme, dict(run.options)) == ("ours", "awq+gptq", "int3-g64-asym", {"damping": 0.02, "act_order": False})
     assert parse("ours:gptq", 3, 64).scheme == "int3-g64-sym"
+    assert parse("ours:auto/budget=4.5", 4, 32).scheme == "by layer"
     assert parse("simple:hqq", 4, 32).stored_bits == 5.0
     assert parse("llmcompressor:gptq_static", 4, 32).stored_bits == 4.5
     assert parse("simple:nf4", 4, 32).stored_bits == 4.5
@@ -88,6 +89,11 @@ def test_ours_calibrates_on_the_ids_that_the_peers_see(folder: Path, model: Mode
     assert meter["rss_before_mb"] < meter["rss_peak_mb"] <= meter["rss_peak_process_mb"]
     left = ours.changed(open_model(str(tmp_path / "run")), model)
     assert set(left) == {f"{layer['name']}.weight" for layer in results["layers"] if layer["scheme"] is not None}
+
+
+def test_a_budget_is_asked_for_in_the_place_of_a_scheme(folder: Path, tokens: texts.Tokens) -> None:
+    quantize = ours.recipe(parse("ours:auto/budget=4.5/damping=0.02", 4, 32), folder, tokens)["quantize"]
+    assert quantize == {"method": "auto", "budget": "4.5 bits", "options": {"damping": 0.02}}
 
 
 def test_the_judge_agrees_with_plain_transformers(folder: Path, model: Model, tokens: texts.Tokens, tmp_path: Path) -> None:
@@ -167,7 +173,30 @@ def test_the_floor_counts_each_linear_and_each_input_once(model: Model) -> None:
 
 
 def test_the_floor_stands_beside_runs_that_read_no_other_text() -> None:
-    row = {"method": "gptq", "multiplications_per_s": 2e9, "seconds": 3.0}
+    row = {"method": "gptq", "multiplications_per_s": 2e9, "forward_seconds": 1.2, "seconds": 3.0}
     text = table.floor_table([row | {"name": "plain"}, row | {"name": "generated=4"}, row | {"name": "other", "method": "awq"}], 4e9)
-    assert text.splitlines()[2:] == ["| plain | 2 | 2.0 | 3.0 | 1.50 |"]
-    assert table.floor_table([row | {"name": "older", "multiplications_per_s": None}], 4e9) == ""
+    assert text.splitlines()[2:] == ["| plain | 2 | 3.0 | 2.0 | 1.50 | 1.2 | 2.50 |"]
+    assert table.floor_table([row | {"name": "older", "forward_seconds": None}], 4e9) == ""
+
+
+def test_a_forward_pass_is_told_from_the_first_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that each sequence moves on by a second, the first of all (which is not counted) by nine."""
+    now, seen = [0.0], []
+
+    class Slow:
+        def eval(self) -> Slow:
+            return self
+
+        def __call__(self, input_ids: torch.Tensor, use_cache: bool) -> None:
+            now[0] += 9.0 if not seen else 1.0
+            seen.append(input_ids)
+
+    monkeypatch.setattr(floor.AutoModel, "from_pretrained", lambda folder, dtype: Slow())
+    monkeypatch.setattr(floor.time, "perf_counter", lambda: now[0])
+    ids = torch.arange(20 * 6).reshape(20, 6)
+    assert floor.forward_seconds(Path("model"), ids) == 20.0
+    assert torch.equal(torch.cat(seen[1:]), ids[:8])
+
+
+def test_a_forward_pass_of_a_real_model_takes_time(folder: Path) -> None:
+    assert floor.forward_seconds(folder, torch.full((3, 16), 5)) > 0

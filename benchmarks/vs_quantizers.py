@@ -4,9 +4,9 @@
         --tools DIR --envs DIR --runs ours:rtn,ours:gptq,llmcompressor:gptq_static,gptqmodel:gptq_gar,autoround:200,simple:hqq
 
 The model is merged with its adapter into OUT/merged (fp32, not quantized); every tool starts from there, gets the ids of OUT/ids.json, and leaves its dequantized weights in a
-folder of its own, which one fp32 engine judges on OUT/windows.json. Seconds: of the quantize call (ours: the stages `quantize` and `write`; opening the model and tokenizing
-are in neither), and of the whole process. Memory: what the tool's libraries take in a process that only imports them, resident before that call (peers: with the model loaded;
-ours: opened, with its weights in their file), and at its peak.
+folder of its own, which one fp32 engine judges on OUT/windows.json. Seconds: of the quantize call (ours: the stages `choose`, `quantize` and `write`, and `texts` where the model
+writes text itself; opening the model and tokenizing are in neither), and of the whole process. Memory: what the tool's libraries take in a process that only imports them, resident
+before that call (peers: with the model loaded; ours: before the stage `quantize`), and at its peak.
 The peers' results in OUT are used again when model, ids, bits and group are the same; `--reuse none` runs all, `--reuse all` takes ours too.
 A run of ours is `ours:METHOD[+METHOD][@SCHEME][/option=value]`, for example ours:awq+gptq@int4-g32-asym/damping=0.02.
 """
@@ -108,7 +108,7 @@ def execute(job: Run, merged: Path, model_sha256: str, tokens: Tokens, tools: ot
         else:
             others.run(job, merged, tokens, folder, tools)
     except RuntimeError as e:
-        return f"{job.name} failed: {e}"
+        return f"{job.name} {job.scheme} failed: {e}"
     kept.finish(folder, wanted)
     return None
 

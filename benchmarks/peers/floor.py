@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModel
+from transformers.utils.logging import disable_progress_bar
 
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
@@ -48,6 +49,7 @@ def rate() -> float:
 @torch.inference_mode()
 def forward_seconds(folder: Path, ids: torch.Tensor) -> float:
     """Of one pass of transformers' fp32 model, without its head, over ids `[B, T]`, one sequence at a time, now: told from the first few."""
+    disable_progress_bar()
     model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     model(input_ids=ids[:1], use_cache=False)
     start = time.perf_counter()

@@ -75,7 +75,7 @@ def changed(artifact: Model, original: Model) -> dict[str, torch.Tensor]:
 
 
 def cost(job: Run, results: dict[str, Any]) -> dict[str, Any]:
-    """What run_peer.py writes for the others: the work without opening and tokenizing, but with writing text; memory before it, with no weight read, and at its peak."""
+    """What run_peer.py writes for the others: the work without opening and tokenizing, but with choosing and writing text; memory before quantizing, and at its peak."""
     seconds, memory = results["timings"], results["memory"]
     measured = [stage for stage in ("choose", "quantize", "write") if stage in seconds] + (["texts"] if dict(job.options).get("generated") else [])
     return {

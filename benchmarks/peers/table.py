@@ -39,18 +39,18 @@ def ratio_table(rows: Sequence[Row]) -> str:
 
 
 def floor_table(rows: Sequence[Row], multiplications: float) -> str:
-    """Ours that calibrate on the text that all are given, beside the least that GPTQ takes on it and a pass of that text through transformers' model (`floor.py`), at the rates
-    measured right before and after each run."""
-    measured = [row for row in rows if row.get("multiplications_per_s") and row.get("forward_seconds")]
-    found = [row for row in measured if row["method"] == "gptq" and "generated" not in row["name"]]
-    lines = [_floor_line(row, multiplications / row["multiplications_per_s"]) for row in found]
-    head = f"| ours | fp32 product, GMAC/s | seconds | floor of one pass ({multiplications / 1e12:.2f} TMAC), s | ratio | a forward pass, s | ratio |"
-    return "\n".join([head, "|---" * 7 + "|", *lines]) if lines else ""
+    """Ours that calibrate on the text that all are given, beside the least that GPTQ takes on it, at the rate measured right before and after each run, and beside a pass of that
+    text through transformers' model right after it (`floor.py`)."""
+    found = [row for row in rows if row.get("multiplications_per_s") and row["method"] != "rtn" and "generated" not in row["name"]]
+    lines = [_floor_line(row, multiplications / row["multiplications_per_s"], row.get("forward_seconds")) for row in found]
+    head = f"| ours | scheme | fp32 product, GMAC/s | seconds | floor of one pass ({multiplications / 1e12:.2f} TMAC), s | ratio | a forward pass, s | ratio |"
+    return "\n".join([head, "|---" * head.count("| ") + "|", *lines]) if lines else ""
 
 
-def _floor_line(row: Row, least: float) -> str:
-    seconds, forward = row["seconds"], row["forward_seconds"]
-    return f"| {row['name']} | {row['multiplications_per_s'] / 1e9:.0f} | {seconds:.1f} | {least:.1f} | {seconds / least:.2f} | {forward:.1f} | {seconds / forward:.2f} |"
+def _floor_line(row: Row, least: float, forward: float | None) -> str:
+    seconds = row["seconds"]
+    passes = "- | -" if forward is None else f"{forward:.1f} | {seconds / forward:.2f}"
+    return f"| {row['name']} | {row['scheme']} | {row['multiplications_per_s'] / 1e9:.0f} | {seconds:.1f} | {least:.1f} | {seconds / least:.2f} | {passes} |"
 
 
 def _line(row: Row) -> str:

@@ -173,10 +173,10 @@ def test_the_floor_counts_each_linear_and_each_input_once(model: Model) -> None:
 
 
 def test_the_floor_stands_beside_runs_that_read_no_other_text() -> None:
-    row = {"method": "gptq", "multiplications_per_s": 2e9, "forward_seconds": 1.2, "seconds": 3.0}
-    text = table.floor_table([row | {"name": "plain"}, row | {"name": "generated=4"}, row | {"name": "other", "method": "awq"}], 4e9)
-    assert text.splitlines()[2:] == ["| plain | 2 | 3.0 | 2.0 | 1.50 | 1.2 | 2.50 |"]
-    assert table.floor_table([row | {"name": "older", "forward_seconds": None}], 4e9) == ""
+    row = {"method": "gptq", "scheme": "s", "multiplications_per_s": 2e9, "forward_seconds": 1.2, "seconds": 3.0}
+    rows = [row | {"name": "plain"}, row | {"name": "generated=4"}, row | {"name": "other", "method": "rtn"}, row | {"name": "older", "forward_seconds": None}]
+    assert table.floor_table(rows, 4e9).splitlines()[2:] == ["| plain | s | 2 | 3.0 | 2.0 | 1.50 | 1.2 | 2.50 |", "| older | s | 2 | 3.0 | 2.0 | 1.50 | - | - |"]
+    assert table.floor_table([row | {"name": "oldest", "multiplications_per_s": None}], 4e9) == ""
 
 
 def test_a_forward_pass_is_told_from_the_first_sequences(monkeypatch: pytest.MonkeyPatch) -> None:

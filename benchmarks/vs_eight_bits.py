@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +21,7 @@ from peers import eight_bits_adapter, kept, others, ours
 from peers.judge import Original
 from peers.runs import OURS, Run
 from peers.texts import Tokens, gather
-from vs_quantizers import RESULTS, REUSED, describe, merge
+from vs_quantizers import RESULTS, REUSED, describe, merge, page
 
 from qforge.engines.base import Scorer, chunks
 from qforge.engines.runtime_engine import RuntimeEngine
@@ -30,11 +29,13 @@ from qforge.evaluate.divergence import evaluate
 from qforge.models.model import open_model
 
 PEER = "llmcompressor"
+METHODS = ("rtn", "gptq", "smoothquant", "smoothquant+gptq")
 RUNS = {
-    "w8a8-int8": {PEER: ("rtn", "gptq", "smoothquant", "smoothquant+gptq"), OURS: ("rtn", "gptq", "smoothquant", "smoothquant+gptq")},
+    "w8a8-int8": {PEER: METHODS, OURS: METHODS},
     "fp8-dynamic": {PEER: ("rtn",), OURS: ("rtn", "gptq")},
 }
 RESULT = {OURS: "run", PEER: "checkpoint"}  # where a run leaves what is executed
+INTRODUCTION = "Eight bits on both sides, executed: ours on our runtime, the others' checkpoints in transformers, each rounding activations as its scheme says."
 HEAD = "| run | scheme | KL | 95 % | perplexity | ratio to the original | top-1 | seconds |"
 
 
@@ -69,18 +70,17 @@ def main() -> int:
     model = open_model(str(merged))
     tokens = gather(model, args.out, args.calibration, args.samples, args.length, args.text, args.window, args.windows)
     tools = others.Tools(args.tools.absolute(), args.envs.absolute())
-    jobs = [Run(tool, method, scheme, 8, 0) for scheme, found in RUNS.items() for tool, methods in found.items() for method in methods if method in args.methods.split(",")]
-    for job in jobs:
-        execute(job, merged, model.fingerprint(), tokens, tools, args.out / job.folder, args.reuse)
+    jobs = [Run(tool, method, scheme, 8, 0) for scheme, found in RUNS.items() for tool, methods in found.items() for method in methods if method in args.methods]
+    failures = [failure for job in jobs if (failure := execute(job, merged, model.fingerprint(), tokens, tools, args.out / job.folder, args.reuse))]
     original = Original(model)
-    rows = [row(job, args.out / job.folder, original, tokens) for job in jobs]
-    text = "\n\n".join([main_table(rows), ratio_table(rows)])
+    rows = [row(job, args.out / job.folder, original, tokens) for job in jobs if (args.out / job.folder / kept.KEY).is_file()]
+    text = "\n\n".join(filter(None, [INTRODUCTION, main_table(rows), ratio_table(rows), *failures]))
     print(text)
-    content = describe(args, tokens, rows, [])
+    content = describe(args, tokens, rows, failures)
     for folder, stem in [(args.out, "table")] + [(RESULTS, f"vs_eight_bits-{args.save}")] * bool(args.save):
         (folder / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
-        (folder / f"{stem}.md").write_text(f"# Eight bits on both sides, executed\n\n{time.strftime('%Y-%m-%d')}, `{content['command']}`\n\n{text}\n")
-    return 0
+        (folder / f"{stem}.md").write_text(page(content, text))
+    return 1 if failures else 0
 
 
 def arguments() -> argparse.Namespace:
@@ -93,7 +93,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--windows", type=int)
-    parser.add_argument("--methods", default="rtn,gptq,smoothquant,smoothquant+gptq", help="comma-separated, of both tools")
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, help="of both tools")
     parser.add_argument("--tools", type=Path, default=os.environ.get("QFORGE_PEERS", "."), metavar="DIR")
     parser.add_argument("--envs", type=Path, default="runs/peers", metavar="DIR")
     parser.add_argument("--out", type=Path, default="runs/vs_eight_bits", metavar="DIR")
@@ -102,18 +102,22 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def execute(job: Run, merged: Path, model_sha256: str, tokens: Tokens, tools: others.Tools, folder: Path, reuse: str) -> None:
-    """Run one job, or find it done."""
+def execute(job: Run, merged: Path, model_sha256: str, tokens: Tokens, tools: others.Tools, folder: Path, reuse: str) -> str | None:
+    """Run one job, or find it done; a failure comes back as text."""
     wanted = kept.key(job, model_sha256, tokens.calibration.sha256) | {"scheme": job.scheme}
     if job.tool in REUSED[reuse] and kept.finished(folder, wanted, RESULT[job.tool]):
-        return
+        return None
     kept.begin(folder)
-    if job.tool == OURS:
-        ours.run(job, merged, tokens, folder)
-    else:
-        inputs = ["--tools", tools.runner, "--model", merged.resolve(), "--calibration", tokens.ids_file.resolve(), "--out", folder.resolve()]
-        others.launch(job, [eight_bits_adapter.__file__, job.method, job.scheme, *map(str, inputs)], folder, tools, {"bits_per_weight": float(job.bits)})
+    inputs = ["--tools", tools.runner, "--model", merged.resolve(), "--calibration", tokens.ids_file.resolve(), "--out", folder.resolve()]
+    try:
+        if job.tool == OURS:
+            ours.run(job, merged, tokens, folder)
+        else:
+            others.launch(job, [eight_bits_adapter.__file__, job.method, job.scheme, *map(str, inputs)], folder, tools, {"bits_per_weight": float(job.bits)})
+    except RuntimeError as e:
+        return f"{job.name} {job.scheme} failed: {e}"
     kept.finish(folder, wanted)
+    return None
 
 
 def candidate(job: Run, folder: Path) -> Scorer:
@@ -152,13 +156,15 @@ def main_table(rows: list[dict[str, Any]]) -> str:
 
 
 def ratio_table(rows: list[dict[str, Any]]) -> str:
-    """Ours of lowest divergence over the peer's of lowest divergence, scheme by scheme."""
+    """Ours of lowest divergence over the peer's of lowest divergence, for each scheme that both have."""
     lines = []
     for scheme in RUNS:
-        best, rival = (min((r for r in rows if r["scheme"] == scheme and (r["tool"] == OURS) is own), key=lambda r: r["kl"]) for own in (True, False))
-        lines.append(f"| {scheme} | {best['method']} | {rival['method']} | {best['kl'] / rival['kl']:.2f} | {best['seconds'] / rival['seconds']:.2f} |")
+        found = [[row for row in rows if row["scheme"] == scheme and (row["tool"] == OURS) is own] for own in (True, False)]
+        if all(found):
+            best, rival = (min(of_one, key=lambda row: float(row["kl"])) for of_one in found)
+            lines.append(f"| {scheme} | {best['method']} | {rival['method']} | {best['kl'] / rival['kl']:.2f} | {best['seconds'] / rival['seconds']:.2f} |")
     head = f"| scheme | our best | {PEER}'s best | KL | seconds |"
-    return "\n".join([head, "|---" * 5 + "|", *lines])
+    return "\n".join([head, "|---" * 5 + "|", *lines]) if lines else ""
 
 
 if __name__ == "__main__":

@@ -105,6 +105,7 @@ def execute(job: Run, merged: Path, model_sha256: str, tokens: Tokens, tools: ot
     try:
         if job.tool == OURS:
             ours.run(job, merged, tokens, folder)
+            ours.dequantize(folder, merged)
         else:
             others.run(job, merged, tokens, folder, tools)
     except RuntimeError as e:

@@ -1,4 +1,4 @@
-"""A run of ours: `qforge quantize` in a process of its own, then its artifact as plain fp32 tensors for the judge."""
+"""A run of ours: `qforge quantize` in a process of its own; its artifact as plain fp32 tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIB = 2**20
 
 
 def run(job: Run, model: Path, tokens: Tokens, folder: Path) -> None:
-    """Quantize with the calibration ids that the peers see; leaves weights.safetensors and meter.json in `folder`.
+    """Quantize with the calibration ids that the peers see; leaves the artifact in `run` and meter.json in `folder`.
 
     Raises:
         RuntimeError: the run failed, or was calibrated on other ids.
@@ -41,9 +41,13 @@ def run(job: Run, model: Path, tokens: Tokens, folder: Path) -> None:
     seen = results["calibration"] and results["calibration"]["sampled_sha256"]
     if seen not in (None, tokens.calibration.sha256):
         raise RuntimeError(f"the run was calibrated on the ids {seen}, the peers see {tokens.calibration.sha256}")
-    save_file(changed(open_model(str(folder / "run")), open_model(str(model))), folder / "weights.safetensors")
     around = {"process_s": round(seconds, 2), "load": load, "multiplications_per_s": (before + after) / 2, "forward_s": round(forward, 2)}
     (folder / "meter.json").write_text(json.dumps(cost(job, results) | around, indent=1))
+
+
+def dequantize(folder: Path, model: Path) -> None:
+    """Write what a run in `folder` has changed in a model to weights.safetensors, for the judge."""
+    save_file(changed(open_model(str(folder / "run")), open_model(str(model))), folder / "weights.safetensors")
 
 
 def recipe(job: Run, model: Path, tokens: Tokens) -> dict[str, Any]:
@@ -52,12 +56,13 @@ def recipe(job: Run, model: Path, tokens: Tokens) -> dict[str, Any]:
     samples, length = tokens.calibration.ids.shape
     options = dict(job.options)
     generated = options.pop("generated", 0)  # sequences that the model writes itself, besides those that all tools are given
-    limit, budget = options.pop("memory_limit", None), options.pop("budget", None)
+    limit, budget, candidates = (options.pop(name, None) for name in ("memory_limit", "budget", "candidates"))
+    chosen = {"scheme": job.scheme} if budget is None else {"budget": f"{budget} bits", "candidates": candidates.split("+") if candidates else []}
     return {
         "version": 1,
         "model": {"source": str(model.resolve())},
         "calibration": {"source": str(tokens.calibration_file.resolve()), "samples": samples, "sequence_length": length, "generated": generated, "seed": 0},
-        "quantize": {"method": methods if len(methods) > 1 else methods[0], "options": options} | ({"scheme": job.scheme} if budget is None else {"budget": f"{budget} bits"}),
+        "quantize": {"method": methods if len(methods) > 1 else methods[0], "options": options} | chosen,
         "evaluate": None,
         "run": {"memory_limit": limit},
     }

@@ -25,7 +25,7 @@ class Run:
         scheme: ours: a scheme's text form; a peer's: bits, group, symmetry.
         bits: of a code.
         group: weights that share a scale.
-        options: ours: `quantize.options` of the recipe, its `budget` in bits per weight, `generated` of its calibration, `memory_limit` of its run.
+        options: ours: `quantize.options` of the recipe, its `budget` (bits per weight) and `candidates` (joined by `+`), `generated` of its calibration, `memory_limit` of its run.
     """
 
     tool: str

@@ -2,8 +2,8 @@
 
 Of 20 ratios r = 0, 1/20, .. 19/20, s_c = m_c^r with the smallest loss is taken, m_c being the root mean square of channel c (its mean magnitude in the paper;
 the Hessian has the one and not the other). The loss is tr(E H E^T), E = Q(W diag(s)) diag(s)^-1 - W: the squared error of the readers' outputs over all
-calibration tokens, exactly, so that no token is run again. It is the block's loss restricted to one link, and ends better than that: choosing by the block's own
-output takes two to three times as long, for a higher KL divergence (stories15M .0898 for .0856, SmolLM2 .2190 for .2183; docs/log.md, 2026-11-23).
+calibration tokens, exactly, so that no token is run again. It is the block's loss restricted to one link: choosing by the block's own output takes two to three
+times as long and gains no divergence (stories15M .0898 for .0856, perplexity 6.641 for 6.726; SmolLM2 .2190 for .2183, 40.98 for 40.25; docs/log.md, 2026-11-23).
 Q rounds to nearest with searched (clipped) ranges.
 
 Letters: C channels, I input features, O output features.

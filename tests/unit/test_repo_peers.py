@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -87,13 +87,15 @@ def test_ours_calibrates_on_the_ids_that_the_peers_see(folder: Path, model: Mode
     assert results["recipe"]["quantize"]["options"]["damping"] == 0.02
     assert meter["wall_s"] < meter["process_s"]
     assert meter["rss_before_mb"] < meter["rss_peak_mb"] <= meter["rss_peak_process_mb"]
-    left = ours.changed(open_model(str(tmp_path / "run")), model)
+    ours.dequantize(tmp_path, folder)
+    left = load_file(tmp_path / "weights.safetensors")
     assert set(left) == {f"{layer['name']}.weight" for layer in results["layers"] if layer["scheme"] is not None}
 
 
 def test_a_budget_is_asked_for_in_the_place_of_a_scheme(folder: Path, tokens: texts.Tokens) -> None:
-    quantize = ours.recipe(parse("ours:auto/budget=4.5/damping=0.02", 4, 32), folder, tokens)["quantize"]
-    assert quantize == {"method": "auto", "budget": "4.5 bits", "options": {"damping": 0.02}}
+    for asked, listed in (("", []), ("/candidates=int4-g32-sym+int4-g32-asym", ["int4-g32-sym", "int4-g32-asym"])):
+        quantize = ours.recipe(parse(f"ours:auto/budget=4.5{asked}/damping=0.02", 4, 32), folder, tokens)["quantize"]
+        assert quantize == {"method": "auto", "budget": "4.5 bits", "candidates": listed, "options": {"damping": 0.02}}
 
 
 def test_the_judge_agrees_with_plain_transformers(folder: Path, model: Model, tokens: texts.Tokens, tmp_path: Path) -> None:

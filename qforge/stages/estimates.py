@@ -14,6 +14,7 @@ from qforge.calibration.fisher import TOKENS
 from qforge.calibration.room import BUDGET
 from qforge.calibration.tuning import STEP_TOKENS
 from qforge.errors import RecipeError
+from qforge.methods import native
 from qforge.models.blocks import BlockModel
 from qforge.plan import Plan
 
@@ -26,9 +27,11 @@ CHUNK = 128  # positions whose logits exist at once
 ACTIVATIONS = "activations of the calibration text, up to their budget"
 FACTOR_BYTES = 8  # of an element of the factor while it is made: in fp32, and turned
 SOLVING_BYTES = 16  # of an element of a weight while it is solved or judged: its target and three arrays on the way
-# What a block takes beside its products at full speed, measured on TinyLlama's shape: norms, attention and activations; conversions; and in products of
-# [O, I] and [I, I], what correcting, solving and judging a linear takes, and refining it.
-FORWARD, STATISTICS, SOLVE, CORRECT, REFINE, SWEEP = 1.25, 1.15, 6.5, 3.0, 1.0, 4.6
+# What a block takes beside its products at full speed in fp32, measured on TinyLlama's shape (`benchmarks/scale.py --layers 3 --samples 64`): norms, attention and activations, and
+# conversions, by whether products are in bf16; and in products of [O, I] and [I, I], what solving and judging a linear, correcting and refining it take.
+FORWARD, STATISTICS = {True: 0.8, False: 1.25}, {True: 0.7, False: 1.15}
+GRADIENTS = 1.25  # the same forward, of products whose gradients are taken
+SOLVE, CORRECT, REFINE, SWEEP = 4.4, 2.0, 1.1, 5.1
 TUNED_BYTES = 28  # of a weight while its block is tuned: target, position, what is tried, gradient and what they are made with
 TUNE = 2.5  # the same in tuning, forward and back, in half precision
 SPILL_RATE = 2e9  # bytes a second to and from the page cache
@@ -115,6 +118,11 @@ class _Block:
     def work(self) -> float:
         """Multiply-adds of one token."""
         return sum(o * i * share for o, i, share in self.shapes)
+
+    @property
+    def squares(self) -> float:
+        """Multiply-adds of one token in all Hessians, whole."""
+        return sum(i * i * share for i, share in self.inputs)
 
 
 def _block(plan: Plan, blocks: BlockModel) -> _Block:
@@ -234,12 +242,12 @@ def _evaluate_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, i
 
 
 def _seconds(plan: Plan, blocks: BlockModel, calibration: int, evaluation: int, passes: int) -> dict[str, float]:
-    rate, block = gemm_rate(), _block(plan, blocks)
+    rate, block, fast = gemm_rate(), _block(plan, blocks), native.has_bf16_products()
     head = blocks.vocab_size * blocks.hidden_size
     seconds = block.weights * 2e-8
     if calibration:
         passes_over = block.streams + bool(plan.transforms)  # transforms see every block once more
-        products = FORWARD * passes_over * block.work + STATISTICS * (block.streams - 0.5) * sum(i * i * share for i, share in block.inputs)  # half of the Hessian is computed
+        products = FORWARD[fast] * passes_over * block.work + STATISTICS[fast] * (block.streams - 0.5) * block.squares  # half of the Hessian is computed
         seconds += calibration * products / gemm_rate(plan.workers) + 2 * calibration * _kept_bytes(block, blocks.hidden_size) / SPILL_RATE
     if calibration and block.solves:
         units = SOLVE + CORRECT * (block.streams - 1) + (REFINE + SWEEP * plan.options.refine if plan.options.refine else 0)
@@ -249,17 +257,17 @@ def _seconds(plan: Plan, blocks: BlockModel, calibration: int, evaluation: int, 
     if calibration and "outputs" in plan.needs:
         sums = sum(o * o * share for o, _, share in block.shapes)
         coupled = plan.options.refine * sum(3 * o * o * i + 2 * o * i * i for o, i, _ in block.shapes)
-        seconds += (min(calibration, TOKENS) * (blocks.num_blocks * (3 * FORWARD * block.work + sums) + 2 * head) + coupled * blocks.num_blocks) / rate
+        seconds += (min(calibration, TOKENS) * (blocks.num_blocks * (3 * GRADIENTS * block.work + sums) + 2 * head) + coupled * blocks.num_blocks) / rate
     if calibration and plan.options.tune:
         steps = plan.options.tune * min(calibration, endtoend.STEP_TOKENS)
-        seconds += (3 * steps * FORWARD * block.work * blocks.num_blocks + min(steps, calibration) * head + calibration * FORWARD * block.work * blocks.num_blocks) / rate
+        seconds += (3 * steps * GRADIENTS * block.work * blocks.num_blocks + min(steps, calibration) * head + calibration * FORWARD[fast] * block.work * blocks.num_blocks) / rate
     return {"quantize": seconds, "evaluate": evaluation * passes * (block.work * blocks.num_blocks + head) / rate}
 
 
 def _choose_seconds(plan: Plan, blocks: BlockModel, tokens: int, candidates: int) -> float:
     """One pass forward with statistics, every candidate rounded to, and one batch forward and back."""
-    block, head = _block(plan, blocks), blocks.vocab_size * blocks.hidden_size
-    forward = tokens * (FORWARD * block.work + STATISTICS * 0.5 * sum(i * i * share for i, share in block.inputs))
+    block, head, fast = _block(plan, blocks), blocks.vocab_size * blocks.hidden_size, native.has_bf16_products()
+    forward = tokens * (FORWARD[fast] * block.work + STATISTICS[fast] * 0.5 * block.squares)
     tries = candidates * (SOLVE * sum(o * i * i for o, i, _ in block.shapes)) + sum(i**3 for i, _ in block.inputs)
     gradients = min(tokens, BATCH_TOKENS) * 2 * block.work
     return (blocks.num_blocks * (forward + tries + gradients) + min(tokens, BATCH_TOKENS) * 2 * head) / gemm_rate()

@@ -17,7 +17,7 @@ from qforge.runtime import LLM
 def logits(model: str, text: str, window: int, windows: int, activations: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits `[T, V]` and the tokens that came `[T]`."""
     llm = LLM(model, activations=activations)
-    ids = llm.tokenizer(text).input_ids
+    ids = llm.tokenizer.encode(text)
     cut = [ids[i * window : (i + 1) * window] for i in range(min(windows, len(ids) // window))]
     print(f"{activations}: {llm.kernels()}, {len(cut)} windows")
     return torch.cat(list(llm.score(cut))), torch.cat([torch.tensor(c[1:]) for c in cut])

@@ -3,6 +3,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+
 #include "decoder.h"
 #include "qforge/context.h"
 
@@ -14,6 +16,7 @@ using qforge::Cache;
 using qforge::CacheType;
 using qforge::Context;
 using qforge::Format;
+using qforge::kTile;
 using qforge::Weight;
 
 namespace {
@@ -21,6 +24,15 @@ namespace {
 template <typename T>
 T *pointer(uintptr_t address) {
     return reinterpret_cast<T *>(address);
+}
+
+// The zero point of every column and block, or -1
+int common_zero(const Weight &w) {
+    const int64_t whole = w.columns / kTile * w.blocks * kTile, last = w.columns % kTile;
+    if (w.blocks == 0 || w.columns == 0 || (whole && std::memcmp(w.zeros, w.zeros + 1, static_cast<size_t>(whole - 1)) != 0)) return -1;
+    for (int64_t i = whole; last && i < whole + w.blocks * kTile; ++i)
+        if (i % kTile < last && w.zeros[i] != w.zeros[0]) return -1;
+    return w.zeros[0];
 }
 
 }  // namespace
@@ -43,6 +55,7 @@ NB_MODULE(_native, m) {
                uintptr_t bias, Activations activations) {
                 new (self) Weight{format, columns, blocks, block_k, run, pointer<const uint8_t>(codes), pointer<const float>(scales), pointer<const uint8_t>(zeros),
                                   pointer<const float>(book), pointer<const float>(bias), activations};
+                if (activations != Activations::F32) self->zero = common_zero(*self);
             },
             nb::arg("format"), nb::arg("columns"), nb::arg("blocks"), nb::arg("block_k"), nb::arg("run"), nb::arg("codes"), nb::arg("scales"), nb::arg("zeros"), nb::arg("book"),
             nb::arg("bias"), nb::arg("activations") = Activations::F32);

@@ -16,7 +16,7 @@ struct V : V256 {
     template <Format F>
     using Sums = Weights<F>;
 
-    template <Format F>
+    template <Format F, int L>
     static constexpr int kCodeRows = F == Format::INT8 ? 2 : 6;
 
     template <Format F>
@@ -28,7 +28,7 @@ struct V : V256 {
         }
     }
     template <Format F>
-    static Sums<F> no_products() {
+    static Sums<F> start(int32_t) {  // 16 bits do not hold an offset, too: `whole` adds it
         if constexpr (F == Format::INT4) return nothing<Bytes>();
         else return {nothing<Bytes>(), nothing<Bytes>()};
     }
@@ -42,13 +42,12 @@ struct V : V256 {
         }
     }
     static Words times(const Bytes &pairs, short factor) { return {_mm256_madd_epi16(pairs.lo, _mm256_set1_epi16(factor)), _mm256_madd_epi16(pairs.hi, _mm256_set1_epi16(factor))}; }
+    static Words add(const Words &a, const Words &b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
     template <Format F>
-    static Words whole(const Sums<F> &sum) {
-        if constexpr (F == Format::INT4) return times(sum, 1);
-        else {
-            const Words lower = times(sum.lower, 1), upper = times(sum.upper, 16);
-            return {_mm256_add_epi32(lower.lo, upper.lo), _mm256_add_epi32(lower.hi, upper.hi)};
-        }
+    static Words whole(const Sums<F> &sum, int32_t offset) {
+        const Words from{_mm256_set1_epi32(offset), _mm256_set1_epi32(offset)};
+        if constexpr (F == Format::INT4) return add(from, times(sum, 1));
+        else return add(from, add(times(sum.lower, 1), times(sum.upper, 16)));
     }
 };
 

@@ -10,17 +10,17 @@ struct V : V256 {
     template <Format F>
     using Sums = Words;
 
-    template <Format F>
+    template <Format F, int L>
     static constexpr int kCodeRows = 6;
 
     template <Format F>
     static Weights<F> unpack(const uint8_t *chunk, int half) { return F == Format::INT8 ? load_bytes(chunk + 64 * half) : nibbles(load_bytes(chunk), half); }
     template <Format F>
-    static Sums<F> no_products() { return nothing<Words>(); }
+    static Sums<F> start(int32_t offset) { return {_mm256_set1_epi32(offset), _mm256_set1_epi32(offset)}; }
     template <Format F>
     static void add_products(Sums<F> &sum, const Weights<F> &w, Inputs x) { sum = {_mm256_dpbusd_avx_epi32(sum.lo, w.lo, x), _mm256_dpbusd_avx_epi32(sum.hi, w.hi, x)}; }
     template <Format F>
-    static Words whole(const Sums<F> &sum) { return sum; }
+    static Words whole(const Sums<F> &sum, int32_t) { return sum; }
 };
 
 }  // namespace

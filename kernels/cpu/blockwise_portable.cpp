@@ -35,15 +35,18 @@ void round_rows(const Weight &w, const float *x, int64_t x_stride, const Rounded
                 const int64_t first = b * w.block_k + s * kSegment, length = std::min(kSegment, w.block_k - s * kSegment);
                 const float *values = x + r * x_stride + first;
                 const Rounding to = rounding(values, length, wide ? 32512.0f : 127.0f);
-                int32_t codes = 0;
+                int32_t codes[2] = {0, 0};  // of the high bytes, of the low ones
                 for (int64_t i = 0; i < length; ++i) {
                     const int code = to.inverse == 0 ? 0 : static_cast<int>(std::nearbyint(values[i] * to.inverse));
-                    codes += code;
                     high[first + i] = static_cast<int8_t>(wide ? (code + 128) >> 8 : code);
+                    codes[0] += high[first + i];
                     if (wide) low[first + i] = static_cast<int8_t>(code - 256 * high[first + i]);
+                    if (wide) codes[1] += low[first + i];
                 }
-                out.scales[(r * w.blocks + b) * segments + s] = to.scale;
-                sum = std::fma(to.scale, static_cast<float>(codes), sum);
+                const int64_t at = (r * w.blocks + b) * segments + s;
+                out.scales[at] = to.scale;
+                for (int64_t l = 0; l < limbs(w); ++l) out.offsets[at * limbs(w) + l] = -w.zero * codes[l];
+                sum = std::fma(to.scale, static_cast<float>(wide ? 256 * codes[0] + codes[1] : codes[0]), sum);
             }
             out.sums[r * w.blocks + b] = sum;
         }
@@ -69,12 +72,12 @@ void one_tile(const BlockwisePiece &p, int64_t row, int64_t tile) {
             for (int64_t k = s * kSegment; k < std::min(w.block_k, (s + 1) * kSegment); ++k) {
                 const int64_t i = b * w.block_k + k;
                 const int code = wide ? 256 * high[i] + low[i] : high[i];
-                for (int n = 0; n < kTile; ++n) sum[n] += code * weight_code(w, w.codes + (at * chunks + k / 8) * bytes, k % 8, n);
+                for (int n = 0; n < kTile; ++n) sum[n] += code * (weight_code(w, w.codes + (at * chunks + k / 8) * bytes, k % 8, n) - std::max(w.zero, 0));
             }
             for (int n = 0; n < kTile; ++n) part[n] = std::fma(p.rounded.scales[(row * w.blocks + b) * segments + s], static_cast<float>(sum[n]), part[n]);
         }
         for (int n = 0; n < kTile; ++n) {
-            part[n] = std::fma(-static_cast<float>(w.zeros[at * kTile + n]), p.rounded.sums[row * w.blocks + b], part[n]);
+            if (w.zero < 0) part[n] = std::fma(-static_cast<float>(w.zeros[at * kTile + n]), p.rounded.sums[row * w.blocks + b], part[n]);
             total[n] = std::fma(w.scales[at * kTile + n], part[n], total[n]);
         }
     }

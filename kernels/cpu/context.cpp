@@ -98,7 +98,8 @@ void Context::linear_blockwise(const Weight &weight, const float *x, int64_t row
     grow(segment_codes_, rows * weight.inputs() * limbs(weight));
     grow(segment_scales_, rows * weight.blocks * segments_of_block(weight));
     grow(block_sums_, rows * weight.blocks);
-    const RoundedBlocks rounded{segment_codes_.data(), segment_scales_.data(), block_sums_.data()};
+    grow(segment_offsets_, rows * weight.blocks * segments_of_block(weight) * limbs(weight));
+    const RoundedBlocks rounded{segment_codes_.data(), segment_scales_.data(), block_sums_.data(), segment_offsets_.data()};
     split_rows(rows, 1 + 8192 / weight.inputs(), [&](int64_t first, int64_t end) { blockwise_->round_rows(weight, x, x_stride, rounded, first, end); });
     const Cut cut{whole_chunks(rows), rows > kFewRows ? kWideTiles : std::max<int64_t>(kWideTiles, weight.tiles() / (threads() * 16) / kWideTiles * kWideTiles)};
     split_product(weight, rows, cut, [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int) {

@@ -118,6 +118,45 @@ inline float largest_of(const float *x, int64_t count) {
     return largest;
 }
 
+// Numbers [count] in place: eight at a time through `pack`, to 16 bits each
+template <typename Pack>
+inline void pack_row(float *x, int64_t count, const Pack &pack) {
+    char *to = reinterpret_cast<char *>(x);
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8) pack(Lanes::load(x + i), to + 2 * i);
+    if (i == count) return;
+    float last[8] = {};
+    __builtin_memcpy(last, x + i, static_cast<size_t>(count - i) * sizeof(float));
+    pack(Lanes::load(last), last);
+    __builtin_memcpy(to + 2 * i, last, static_cast<size_t>(count - i) * 2);
+}
+
+// Numbers [count] in place, as integers of 16 bits, ties to even, the largest +-`most`; returns their unit, NaN where one of them is not finite
+inline float to_codes(float *x, int64_t count, float most) {
+    Lanes magnitude = Lanes::set(0.0f), wrong = magnitude;
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        const Lanes v = Lanes::load(x + i);
+        magnitude = Lanes::max(magnitude, Lanes::max(v, Lanes::mul(v, Lanes::set(-1.0f))));
+        wrong = Lanes::fma(v, Lanes::set(0.0f), wrong);
+    }
+    float v[8], w[8], largest = 0.0f, nan = 0.0f;
+    magnitude.store(v);
+    wrong.store(w);
+    for (int j = 0; j < 8; ++j) {
+        largest = v[j] > largest ? v[j] : largest;
+        nan += w[j];
+    }
+    for (; i < count; ++i) {
+        largest = __builtin_fabsf(x[i]) > largest ? __builtin_fabsf(x[i]) : largest;
+        nan += x[i] * 0.0f;
+    }
+    const float scale = largest / most, inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
+    const Lanes factor = Lanes::set(inverse);
+    pack_row(x, count, [&](const Lanes &numbers, void *to) { Lanes::to_int16(Lanes::mul(numbers, factor), to); });
+    return scale + nan;
+}
+
 // One key or value [d] into the cache, element i at place(i); returns its scale: FP8's is given, or 0 for one of its own
 template <typename Place>
 inline float put(float *to, const float *from, int64_t d, float, Place place) {
@@ -139,11 +178,14 @@ inline float put(Bf16 *to, const float *from, int64_t d, float, Place place) {
 
 template <typename Place>
 inline float put(int8_t *to, const float *from, int64_t d, float, Place place) {
-    const float scale = largest_of(from, d) / 127.0f, inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
+    float codes[512];  // the longest head (ops/native_cache.py)
+    __builtin_memcpy(codes, from, static_cast<size_t>(d) * sizeof(float));
+    const float scale = to_codes(codes, d, 127.0f);
+    const char *low = reinterpret_cast<const char *>(codes);
     for (int64_t i = 0; i < d; ++i) {
-        const float code = from[i] * inverse;
-        const float inside = code > 127.0f ? 127.0f : code < -127.0f ? -127.0f : code;
-        to[place(i)] = static_cast<int8_t>(inside + (inside < 0.0f ? -0.5f : 0.5f));
+        int16_t code;
+        __builtin_memcpy(&code, low + 2 * i, 2);
+        to[place(i)] = static_cast<int8_t>(code);
     }
     return scale;
 }
@@ -219,6 +261,8 @@ class Tiles {
     int64_t offset_;
 };
 
+constexpr int64_t kAhead = 64;  // positions: with 16 a decode step of 32 sequences waits for memory a fifth of its attention
+
 // Brings 16 positions of the cache, `bytes` each, before they are read: blocks lie anywhere, and the CPU does not guess where the next one is
 inline void fetch(const void *rows, int64_t bytes) {
     for (int64_t i = 0; i < 16 * bytes; i += 64) __builtin_prefetch(static_cast<const char *>(rows) + i, 0, 3);
@@ -246,19 +290,6 @@ struct Fmas {
 template <typename T>
 using Sums = std::conditional_t<std::is_same_v<T, int8_t>, IntegerDots, std::conditional_t<std::is_same_v<T, Bf16>, Bf16Dots, Fmas<T>>>;
 
-// Numbers [count] in place: eight at a time through `pack`, to 16 bits each
-template <typename Pack>
-inline void pack_row(float *x, int64_t count, const Pack &pack) {
-    char *to = reinterpret_cast<char *>(x);
-    int64_t i = 0;
-    for (; i + 8 <= count; i += 8) pack(Lanes::load(x + i), to + 2 * i);
-    if (i == count) return;
-    float last[8] = {};
-    __builtin_memcpy(last, x + i, static_cast<size_t>(count - i) * sizeof(float));
-    pack(Lanes::load(last), last);
-    __builtin_memcpy(to + 2 * i, last, static_cast<size_t>(count - i) * 2);
-}
-
 // Queries or weights [count] in place, as Sums<T> takes them; returns what the sums are to be multiplied by.
 template <typename T>
 inline float prepare(float *, int64_t, T) {
@@ -272,62 +303,45 @@ inline float prepare(float *x, int64_t count, Bf16) {
     return 1.0f;
 }
 
-// 16-bit integers, the largest 32767. What is not finite makes the unit NaN.
-inline float prepare(float *x, int64_t count, int8_t) {
-    Lanes most = Lanes::set(0.0f), wrong = most;
-    int64_t i = 0;
-    for (; i + 8 <= count; i += 8) {
-        const Lanes v = Lanes::load(x + i);
-        most = Lanes::max(most, Lanes::max(v, Lanes::mul(v, Lanes::set(-1.0f))));
-        wrong = Lanes::fma(v, Lanes::set(0.0f), wrong);
-    }
-    float v[8], w[8], largest = 0.0f, nan = 0.0f;
-    most.store(v);
-    wrong.store(w);
-    for (int j = 0; j < 8; ++j) {
-        largest = v[j] > largest ? v[j] : largest;
-        nan += w[j];
-    }
-    for (; i < count; ++i) {
-        largest = __builtin_fabsf(x[i]) > largest ? __builtin_fabsf(x[i]) : largest;
-        nan += x[i] * 0.0f;
-    }
-    const float scale = largest / 32767.0f, inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
-    const Lanes factor = Lanes::set(inverse);
-    pack_row(x, count, [&](const Lanes &numbers, void *to) { Lanes::to_int16(Lanes::mul(numbers, factor), to); });
-    return scale + nan;
+inline float prepare(float *x, int64_t count, int8_t) { return to_codes(x, count, 32767.0f); }
+
+// Few rows go over several tiles of keys, or of columns of values, at once: each row's sums wait for themselves, so that it takes about six to be busy.
+constexpr int together(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+
+// Rows [R][count] -> [count][R]
+template <int R>
+inline void interleave(const float *rows, int64_t stride, int64_t count, float *to) {
+    for (int64_t i = 0; i < count; ++i)
+        for (int r = 0; r < R; ++r) to[i * R + r] = rows[r * stride + i];
 }
 
-// scores [R][stride] of the keys [first, last + 1) for R prepared query rows [R][d], times units [R]; what a row may not see becomes -infinity
-template <typename T, int R>
-void score_rows(const Attention &a, const AttentionPiece &p, const float *query, const float *units, const int64_t *position, int64_t first, int64_t last, float *scores, int64_t stride) {
+// score_rows for N tiles of 16 keys, the first of them k; at: where they lie in the cache
+template <typename T, int R, int N>
+inline void score_tiles(const Attention &a, const float *query, const float *units, const int64_t *position, const int64_t (&at)[N], int64_t k, float *scores, int64_t stride) {
     const int64_t d = a.cache.head_dim;
-    Tiles tiles(a, p, first);
-    const float *q[R];
-    for (int r = 0; r < R; ++r) q[r] = query + r * d;
-    for (int64_t k = first; k <= last; k += 16) {
-        const int64_t at = tiles.row();
-        const T *keys = static_cast<const T *>(a.cache.keys) + at * d;
-        tiles.next();
-        if (k + 16 <= last) fetch(static_cast<const T *>(a.cache.keys) + tiles.row() * d, d * sizeof(T));
-        fetch(static_cast<const T *>(a.cache.values) + at * a.cache.value_dim, a.cache.value_dim * sizeof(T));
-        Lanes scale_lo = Lanes::set(a.scale * a.cache.key_scale), scale_hi = scale_lo;
-        Sums<T> sums[R];
-        for (int64_t i = 0; i < d / kTogether<T>; ++i) {
-            const auto columns = Sums<T>::load(keys + i * 16 * kTogether<T>);
+    const T *keys[N];
+    Sums<T> sums[N][R];
+    for (int n = 0; n < N; ++n) keys[n] = static_cast<const T *>(a.cache.keys) + at[n] * d;
+    for (int64_t i = 0; i < d / kTogether<T>; ++i, query += R)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+            const auto columns = Sums<T>::load(keys[n] + i * 16 * kTogether<T>);
 #pragma GCC unroll 6
-            for (int r = 0; r < R; ++r) sums[r].add(columns, q[r][i]);
+            for (int r = 0; r < R; ++r) sums[n][r].add(columns, query[r]);
         }
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n, k += 16, scores += 16) {
+        Lanes scale_lo = Lanes::set(a.scale * a.cache.key_scale), scale_hi = scale_lo;
         if (a.cache.key_scales) {
-            scale_lo = Lanes::mul(scale_lo, Lanes::load(a.cache.key_scales + at));
-            scale_hi = Lanes::mul(scale_hi, Lanes::load(a.cache.key_scales + at + 8));
+            scale_lo = Lanes::mul(scale_lo, Lanes::load(a.cache.key_scales + at[n]));
+            scale_hi = Lanes::mul(scale_hi, Lanes::load(a.cache.key_scales + at[n] + 8));
         }
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
-            float *s = scores + r * stride + (k - first);
+            float *s = scores + r * stride;
             const Lanes unit = Lanes::set(units[r]);
             Lanes lo, hi;
-            sums[r].get(lo, hi);
+            sums[n][r].get(lo, hi);
             Lanes::mul(Lanes::mul(lo, unit), scale_lo).store(s);
             Lanes::mul(Lanes::mul(hi, unit), scale_hi).store(s + 8);
             const int64_t oldest = a.window ? position[r] - a.window + 1 : 0;
@@ -335,6 +349,31 @@ void score_rows(const Attention &a, const AttentionPiece &p, const float *query,
                 for (int64_t j = 0; j < 16; ++j)
                     if (k + j > position[r] || k + j < oldest) s[j] = -__builtin_inff();
         }
+    }
+}
+
+// scores [R][stride] of the keys [first, last + 16) for R prepared query rows, interleaved, times units [R]; what a row may not see becomes -infinity
+template <typename T, int R>
+void score_rows(const Attention &a, const AttentionPiece &p, const float *query, const float *units, const int64_t *position, int64_t first, int64_t last, float *scores, int64_t stride) {
+    const int64_t d = a.cache.head_dim;
+    constexpr int N = together(R);
+    Tiles tiles(a, p, first), ahead = tiles;
+    int64_t k = first, fetched = first;
+    const auto take = [&] {
+        for (; fetched <= last && fetched <= k + kAhead; fetched += 16, ahead.next()) fetch(static_cast<const T *>(a.cache.keys) + ahead.row() * d, d * sizeof(T));
+        const int64_t at = tiles.row();
+        fetch(static_cast<const T *>(a.cache.values) + at * a.cache.value_dim, a.cache.value_dim * sizeof(T));
+        tiles.next();
+        return at;
+    };
+    for (; k + 16 * (N - 1) <= last; k += 16 * N) {
+        int64_t at[N];
+        for (int64_t &place : at) place = take();
+        score_tiles<T, R, N>(a, query, units, position, at, k, scores + (k - first), stride);
+    }
+    for (; k <= last; k += 16) {
+        const int64_t at[1] = {take()};
+        score_tiles<T, R, 1>(a, query, units, position, at, k, scores + (k - first), stride);
     }
 }
 
@@ -376,52 +415,66 @@ void scale_weights(const Attention &a, const AttentionPiece &p, float *weights, 
 template <typename T>
 constexpr int64_t kSpan = std::is_same_v<T, int8_t> ? 512 : INT64_MAX / 2;
 
+// mix_values for N times 16 columns, the first of them i
+template <typename T, int R, int N>
+inline void mix_columns(const Attention &a, const AttentionPiece &p, const float *weights, int64_t stride, const float *factor, int64_t first, int64_t last, int64_t i, float *const *out) {
+    constexpr int64_t n = kTogether<T>;
+    const int64_t d = a.cache.head_dim, wide = a.cache.value_dim;
+    Lanes lo[N][R], hi[N][R];
+#pragma GCC unroll 4
+    for (int m = 0; m < N; ++m)
+        for (int r = 0; r < R; ++r) lo[m][r] = hi[m][r] = Lanes::set(0.0f);
+    Tiles tiles(a, p, first);
+    for (int64_t k = first; k <= last;) {
+        const int64_t end = (k / kSpan<T> + 1) * kSpan<T>;
+        Sums<T> sums[N][R];
+        const float *w[R];
+        for (int r = 0; r < R; ++r) w[r] = weights + r * stride + (k - first) / n;
+        for (; k <= last && k < end; k += 16, tiles.next()) {
+            const T *values = static_cast<const T *>(a.cache.values) + tiles.row() * wide + i * n;
+            for (int64_t j = 0; j < 16 / n; ++j, values += wide * n)
+#pragma GCC unroll 4
+                for (int m = 0; m < N; ++m) {
+                    const auto columns = Sums<T>::load(values + m * 16 * n);
+#pragma GCC unroll 6
+                    for (int r = 0; r < R; ++r) sums[m][r].add(columns, w[r][j]);
+                }
+#pragma GCC unroll 6
+            for (int r = 0; r < R; ++r) w[r] += 16 / n;
+        }
+#pragma GCC unroll 4
+        for (int m = 0; m < N; ++m)
+            for (int r = 0; r < R; ++r) {
+                Lanes u, v;
+                sums[m][r].get(u, v);
+                lo[m][r] = Lanes::add(lo[m][r], u);
+                hi[m][r] = Lanes::add(hi[m][r], v);
+            }
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < N; ++m, i += 16)
+        for (int r = 0; r < R; ++r) {
+            float v[16];
+            Lanes::mul(lo[m][r], Lanes::set(factor[r])).store(v);
+            Lanes::mul(hi[m][r], Lanes::set(factor[r])).store(v + 8);
+            for (int64_t j = 0; j < 16 && i + j < d; ++j) out[r][i + j] = v[j];
+        }
+}
+
 // out[r] = prepared weights [R][stride] x values, times factor[r]
 template <typename T, int R>
 void mix_values(const Attention &a, const AttentionPiece &p, const float *weights, int64_t stride, const float *factor, int64_t first, int64_t last, float *const *out) {
-    constexpr int64_t n = kTogether<T>;
-    const int64_t d = a.cache.head_dim, wide = a.cache.value_dim;
-    for (int64_t i = 0; i < d; i += 16) {
-        Lanes lo[R], hi[R];
-        for (int r = 0; r < R; ++r) lo[r] = hi[r] = Lanes::set(0.0f);
-        Tiles tiles(a, p, first);
-        for (int64_t k = first; k <= last;) {
-            const int64_t end = (k / kSpan<T> + 1) * kSpan<T>;
-            Sums<T> sums[R];
-            const float *w[R];
-            for (int r = 0; r < R; ++r) w[r] = weights + r * stride + (k - first) / n;
-            for (; k <= last && k < end; k += 16, tiles.next()) {
-                const T *values = static_cast<const T *>(a.cache.values) + tiles.row() * wide + i * n;
-                for (int64_t j = 0; j < 16 / n; ++j, values += wide * n) {
-                    const auto columns = Sums<T>::load(values);
-#pragma GCC unroll 6
-                    for (int r = 0; r < R; ++r) sums[r].add(columns, w[r][j]);
-                }
-#pragma GCC unroll 6
-                for (int r = 0; r < R; ++r) w[r] += 16 / n;
-            }
-            for (int r = 0; r < R; ++r) {
-                Lanes u, v;
-                sums[r].get(u, v);
-                lo[r] = Lanes::add(lo[r], u);
-                hi[r] = Lanes::add(hi[r], v);
-            }
-        }
-#pragma GCC unroll 6
-        for (int r = 0; r < R; ++r) {
-            float v[16];
-            Lanes::mul(lo[r], Lanes::set(factor[r])).store(v);
-            Lanes::mul(hi[r], Lanes::set(factor[r])).store(v + 8);
-            for (int64_t j = 0; j < 16 && i + j < d; ++j) out[r][i + j] = v[j];
-        }
-    }
+    constexpr int N = together(R);
+    int64_t i = 0;
+    for (; i + 16 * (N - 1) < a.cache.head_dim; i += 16 * N) mix_columns<T, R, N>(a, p, weights, stride, factor, first, last, i, out);
+    for (; i < a.cache.head_dim; i += 16) mix_columns<T, R, 1>(a, p, weights, stride, factor, first, last, i, out);
 }
 
 // R rows: row numbers count positions of the piece, and within each the heads of the group
 template <typename T, int R>
 void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float *scratch) {
     const int64_t d = a.cache.head_dim, group = a.heads / a.cache.kv_heads;
-    float *query = scratch, *scores = scratch + kQueryRows * d, *out[R], units[R], factor[R];
+    float *query = scratch, *interleaved = query + kQueryRows * d, *scores = interleaved + kQueryRows * d, *out[R], units[R], factor[R];
     int64_t position[R];
     for (int r = 0; r < R; ++r) {
         const int64_t token = p.query + (row + r) / group, head = p.kv_head * group + (row + r) % group;
@@ -433,7 +486,8 @@ void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float
     const int64_t last = position[R - 1] / 16 * 16, oldest = a.window ? position[0] - a.window + 1 : 0;
     const int64_t first = oldest > 0 ? oldest / 16 * 16 : 0, stride = last - first + 16;
     for (int r = 0; r < R; ++r) units[r] = prepare(query + r * d, d, T{});
-    score_rows<T, R>(a, p, query, units, position, first, last, scores, stride);
+    interleave<R>(query, d, d / kTogether<T>, interleaved);
+    score_rows<T, R>(a, p, interleaved, units, position, first, last, scores, stride);
     for (int r = 0; r < R; ++r) factor[r] = soften_row(scores + r * stride, stride);
     if (a.cache.value_scales) scale_weights<R>(a, p, scores, stride, first, last);
     for (int r = 0; r < R; ++r) factor[r] *= prepare(scores + r * stride, stride, T{}) * a.cache.value_scale;

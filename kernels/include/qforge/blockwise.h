@@ -6,8 +6,9 @@
 //   sum of a block = 0; for each segment: sum = fma(scale, (float) (sum of its codes), sum)
 //
 // Sums. For each output: total = 0; for each block: part = 0;
-//   for each segment of it: part = fma(scale, (float) (exact int32 sum of code * weight code), part);
-//   part = fma(-zero, sum of the block, part);  total = fma(weight scale, part, total);  and at last y = total (+ bias)
+//   where all zero points of the weight are one number, for each segment: part = fma(scale, (float) (exact int32 sum of code * (weight code - zero)), part);
+//   where they differ, for each segment: part = fma(scale, (float) (exact int32 sum of code * weight code), part);  then part = fma(-zero, sum of the block, part);
+//   total = fma(weight scale, part, total);  and at last y = total (+ bias)
 // so bits depend neither on other rows, nor on threads, nor on the instruction set.
 #pragma once
 
@@ -25,7 +26,8 @@ inline int64_t limbs(const Weight &w) { return w.activations == Activations::INT
 struct RoundedBlocks {
     int8_t *codes;  // [rows][limbs][inputs()], the high byte first
     float *scales;  // [rows][blocks][segments_of_block]
-    float *sums;    // [rows][blocks]
+    float *sums;       // [rows][blocks], where zero points differ
+    int32_t *offsets;  // [rows][blocks][segments_of_block][limbs]: - zero * sum of the codes, where there is one zero point
 };
 
 struct BlockwisePiece {

@@ -96,6 +96,7 @@ class Context {
     std::vector<float> row_scales_;
     std::vector<int8_t> segment_codes_;
     std::vector<float> segment_scales_, block_sums_;
+    std::vector<int32_t> segment_offsets_;
     std::vector<Scratch> scratch_;
     std::vector<int64_t> scratch_floats_;
 };

@@ -84,7 +84,7 @@ struct AttentionPiece {
 constexpr int kQueryRows = 6;  // query rows (positions x heads of a group) that share each key that is read
 
 inline int64_t attention_scratch_floats(const Attention &a, int64_t longest_context) {
-    return kQueryRows * ((longest_context + 15) / 16 * 16 + a.cache.head_dim + 16);
+    return kQueryRows * ((longest_context + 15) / 16 * 16 + 2 * a.cache.head_dim + 16);
 }
 
 struct LayerFunctions {

@@ -53,6 +53,7 @@ struct Weight {
     const float *book;  // [16] or null
     const float *bias;  // [columns] or null
     Activations activations = Activations::F32;
+    int zero = -1;  // the zero point that all blocks of all columns have; -1 where they differ, or are not looked at
 
     int64_t tiles() const { return (columns + kTile - 1) / kTile; }
     int64_t inputs() const { return blocks * block_k; }

@@ -154,6 +154,26 @@ def test_segments_of_the_largest_codes_do_not_overflow(isa: str, bits: int, sche
     assert torch.allclose(kernel.run(x, kernel.prepack(q)).double(), wanted, rtol=1e-6)
 
 
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize(("bits", "most"), [(8, 127.0), (16, 32512.0)])
+@pytest.mark.parametrize("scheme", ["int4-g64-asym", "int8-g64-asym", "int4-g32-asym"])
+@pytest.mark.parametrize("odd_one", [None, (0, 0), (17, 1)])
+def test_one_zero_point_and_others(isa: str, bits: int, most: float, scheme: str, odd_one: tuple[int, int] | None) -> None:
+    """Weights whose zero points are one number are summed from offsets; one other zero point, in a whole tile or in the last one, and they may not be."""
+    seeded = torch.Generator().manual_seed(0)
+    groups = 128 // parse(scheme).granularity.columns
+    codes = torch.randint(0, 2 ** parse(scheme).bits, (20, 128), generator=seeded, dtype=torch.uint8)
+    zeros = torch.full((20, groups), 11, dtype=torch.uint8)
+    if odd_one is not None:
+        zeros[odd_one] = 3
+    q = QuantizedLinear(parse(scheme), codes, torch.rand(20, groups, generator=seeded) + 0.5, zeros)
+    x = torch.randn(9, 128, generator=seeded)
+    wanted = _rounded(x, most) @ numerics.dequantize(q).double().T
+    kernel = NativeRounded(bits, 2, isa)
+    for rows in (1, 3, 9):
+        assert (kernel.run(x[:rows], kernel.prepack(q)).double() - wanted[:rows]).abs().max() < 1e-5 * wanted.abs().max()
+
+
 def test_packed_weights_outlive_the_region_that_others_lie_in() -> None:
     arena = Arena()
     tensors = [torch.randn(n, 33) for n in (1, 7, 400_000, 600_000, 3)]

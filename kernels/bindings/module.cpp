@@ -55,7 +55,7 @@ NB_MODULE(_native, m) {
                uintptr_t bias, Activations activations) {
                 new (self) Weight{format, columns, blocks, block_k, run, pointer<const uint8_t>(codes), pointer<const float>(scales), pointer<const uint8_t>(zeros),
                                   pointer<const float>(book), pointer<const float>(bias), activations};
-                if (activations != Activations::F32) self->zero = common_zero(*self);
+                if (self->zeros) self->zero = common_zero(*self);
             },
             nb::arg("format"), nb::arg("columns"), nb::arg("blocks"), nb::arg("block_k"), nb::arg("run"), nb::arg("codes"), nb::arg("scales"), nb::arg("zeros"), nb::arg("book"),
             nb::arg("bias"), nb::arg("activations") = Activations::F32);

@@ -1,13 +1,12 @@
 // Products with activations rounded by segments (blockwise.h), written once for the instruction sets of x86. The file that includes this gives
-//   V: 16 columns side by side; V::Weights<F> 4 inputs of them, V::Sums<F> their sums of products (V::whole: as 32-bit integers, from an offset on), V::Floats;
-//   V::tiles(code rows) and V::kCodeRows<F, bytes of a code>: what its registers hold.
-// A code row is one byte of each code of a row: 16-bit codes make two.
+//   V: 16 columns side by side (sums_x86.inl), V::Floats; V::tiles(code rows) and V::kCodeRows<F, bytes of a code>: what its registers hold.
 #include <immintrin.h>
 
 #include <algorithm>
 #include <limits>
 
 #include "qforge/blockwise.h"
+#include "sums_x86.inl"
 
 namespace qforge {
 namespace {
@@ -106,31 +105,6 @@ void round_rows(const Weight &w, const float *x, int64_t x_stride, const Rounded
 
 // ---- product ----
 
-// Z: all zero points are one number, whose products with codes are the offsets that sums start with
-
-// sums of C code rows x T tiles over one segment; row c has its codes at x + c * x_stride and its offset at offsets[c / L * offset_stride + c % L]
-template <Format F, int L, bool Z, int C, int T>
-inline __attribute__((always_inline)) void sum_segment(V::Sums<F> (&sum)[C][T], const uint8_t *(&chunk)[T], const int8_t *x, int64_t x_stride, const int32_t *offsets, int64_t offset_stride,
-                                                       int64_t chunks) {
-#pragma GCC unroll 6
-    for (int c = 0; c < C; ++c)
-        for (int t = 0; t < T; ++t) sum[c][t] = V::start<F>(Z ? offsets[c / L * offset_stride + c % L] : 0);
-#pragma GCC unroll 4
-    for (int64_t i = 0; i < chunks; ++i) {
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half) {
-            V::Weights<F> w[T];
-            for (int t = 0; t < T; ++t) w[t] = V::unpack<F>(chunk[t] + i * chunk_bytes(F), half);
-#pragma GCC unroll 6
-            for (int c = 0; c < C; ++c) {
-                const V::Inputs four = V::broadcast(x + c * x_stride + 8 * i + 4 * half);
-                for (int t = 0; t < T; ++t) V::add_products<F>(sum[c][t], w[t], four);
-            }
-        }
-    }
-    for (int t = 0; t < T; ++t) chunk[t] += chunks * chunk_bytes(F);
-}
-
 // part = fma(scale of the row's segment, sum, part) for R rows x T tiles
 template <Format F, int L, bool Z, int R, int T>
 inline __attribute__((always_inline)) void add_segment(V::Floats (&part)[R][T], const V::Sums<F> (&sum)[R * L][T], const float *scales, const int32_t *offsets, int64_t stride) {
@@ -145,16 +119,6 @@ inline __attribute__((always_inline)) void add_segment(V::Floats (&part)[R][T], 
         }
     }
 }
-
-// Memory that is brought nearer while something else is computed, `step` bytes for each block of inputs
-struct Ahead {
-    const uint8_t *next, *end;
-    int64_t step;
-
-    void fetch() {
-        for (const uint8_t *to = std::min(next + step, end); next < to; next += 64) __builtin_prefetch(next, 0, 2);
-    }
-};
 
 // R rows x T tiles
 template <Format F, int L, bool Z, int R, int T>
@@ -179,11 +143,12 @@ void product(const BlockwisePiece &p, int64_t row, int64_t tile, Ahead &codes, A
             for (int t = 0; t < T; ++t) part[r][t] = V::spread(0);
         for (int64_t left = w.block_k; left > 0; left -= kSegment, ++scale, offset += L) {
             V::Sums<F> sum[R * L][T];
-            if (left >= kSegment) {
-                sum_segment<F, L, Z>(sum, chunk, x, inputs, offset, stride * L, kSegment / 8);
+            start_sums<F, L, Z>(sum, offset, stride * L);
+            if (left >= kSegment) {  // apart, so that its loop has no end to look for
+                add_chunks<F>(sum, chunk, x, inputs, kSegment / 8);
                 x += kSegment;
             } else {
-                sum_segment<F, L, Z>(sum, chunk, x, inputs, offset, stride * L, left / 8);
+                add_chunks<F>(sum, chunk, x, inputs, left / 8);
                 x += left;
             }
             add_segment<F, L, Z>(part, sum, scale, offset, stride);
@@ -217,13 +182,6 @@ int64_t some_rows(int64_t rows, const BlockwisePiece &p, int64_t row, int64_t ti
     }
     product<F, L, Z, R, T>(p, row, tile, codes, scales);
     return T;
-}
-
-// The tiles after a strip, `bytes` each, brought while rows pass over the strip in groups, each in two calls or more: 32 rows then take 26 instead of 29 ms for all of SmolLM2's weights, 3 rows half the time.
-// One row reads its weights as fast as they come, and slower so.
-inline Ahead next_tiles(const Weight &w, const uint8_t *from, int64_t bytes, int64_t tile, int64_t rows, int64_t groups) {
-    const int64_t end = rows > 1 ? std::min(tile + kWideTiles, w.tiles()) : tile;
-    return {from + tile * bytes, from + end * bytes, (kWideTiles * bytes / (groups * 2 * w.blocks) + 63) / 64 * 64};
 }
 
 // Strips of tiles stay in the second-level cache while groups of rows, nearly equal ones, pass over them.

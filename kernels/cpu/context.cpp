@@ -39,7 +39,7 @@ Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa
     if (isa != "portable") {
         piece_ = linear_avx2;
         layers_ = isa == "avx512-vnni" && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512dq") ? &layers_avx512 : &layers_avx2;
-        integer_ = &integer_avx2;
+        integer_ = isa == "avx512-vnni" ? &integer_avx512_vnni : &integer_avx2;
         blockwise_ = isa == "avx512-vnni" ? &blockwise_avx512_vnni : isa == "avx-vnni" ? &blockwise_avx_vnni : &blockwise_avx2;
     }
 #endif
@@ -83,6 +83,11 @@ Context::Cut Context::cut_panels(const Weight &weight, int64_t rows, int64_t scr
     return {whole_chunks(rows), kWideTiles};
 }
 
+// Tasks of products that go over strips of packed weights, as many strips as there are.
+Context::Cut Context::cut_strips(const Weight &weight, int64_t rows) const {
+    return {whole_chunks(rows), rows > kFewRows ? kWideTiles : std::max<int64_t>(kWideTiles, weight.tiles() / (threads() * 16) / kWideTiles * kWideTiles)};
+}
+
 void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride) {
     const auto held = turn();
     if (weight.activations != Activations::F32) return linear_blockwise(weight, x, rows, x_stride, y, y_stride);
@@ -101,20 +106,22 @@ void Context::linear_blockwise(const Weight &weight, const float *x, int64_t row
     grow(segment_offsets_, rows * weight.blocks * segments_of_block(weight) * limbs(weight));
     const RoundedBlocks rounded{segment_codes_.data(), segment_scales_.data(), block_sums_.data(), segment_offsets_.data()};
     split_rows(rows, 1 + 8192 / weight.inputs(), [&](int64_t first, int64_t end) { blockwise_->round_rows(weight, x, x_stride, rounded, first, end); });
-    const Cut cut{whole_chunks(rows), rows > kFewRows ? kWideTiles : std::max<int64_t>(kWideTiles, weight.tiles() / (threads() * 16) / kWideTiles * kWideTiles)};
-    split_product(weight, rows, cut, [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int) {
+    split_product(weight, rows, cut_strips(weight, rows), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int) {
         blockwise_->piece({&weight, rounded, y, y_stride, row, row_end, tile, tile_end});
     });
 }
 
 void Context::linear_int8(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float static_scale, float *y, int64_t y_stride) {
     const auto held = turn();
-    codes_.resize(static_cast<size_t>(rows * weight.inputs()));
+    const int64_t run = weight.run * weight.block_k;
+    codes_.resize(static_cast<size_t>(rows * weight.inputs() * integer_->code_bytes));
     row_scales_.resize(static_cast<size_t>(rows));
-    const RoundedRows rounded{x, x_stride, weight.inputs(), static_scale, codes_.data(), row_scales_.data()};
+    code_sums_.resize(static_cast<size_t>(rows * weight.blocks / weight.run));
+    const RoundedRows rounded{x, x_stride, weight.inputs(), static_scale, run, codes_.data(), row_scales_.data(), code_sums_.data()};
     split_rows(rows, 1 + 8192 / weight.inputs(), [&](int64_t first, int64_t end) { integer_->round_rows(rounded, first, end); });
-    split_product(weight, rows, cut_panels(weight, rows, integer_scratch_words(weight)), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
-        integer_->piece({&weight, codes_.data(), row_scales_.data(), y, y_stride, row, row_end, tile, tile_end}, reinterpret_cast<int32_t *>(scratch_[thread].get()));
+    const Cut cut = integer_->panels ? cut_panels(weight, rows, integer_scratch_words(weight)) : cut_strips(weight, rows);
+    split_product(weight, rows, cut, [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
+        integer_->piece({&weight, codes_.data(), row_scales_.data(), code_sums_.data(), y, y_stride, row, row_end, tile, tile_end}, reinterpret_cast<int32_t *>(scratch_[thread].get()));
     });
 }
 

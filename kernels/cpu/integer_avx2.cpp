@@ -36,7 +36,7 @@ void round_rows(const RoundedRows &rows, int64_t first, int64_t end) {
     constexpr uint32_t kInfinity = 0x7F800000;
     for (int64_t r = first; r < end; ++r) {
         const float *x = rows.x + r * rows.x_stride;
-        int16_t *codes = rows.codes + r * rows.width;
+        int16_t *codes = static_cast<int16_t *>(rows.codes) + r * rows.width;
         const uint32_t bits = largest_bits(x, rows.width);
         if (bits >= kInfinity) {
             rows.scales[r] = std::numeric_limits<float>::quiet_NaN();
@@ -130,7 +130,7 @@ void few_rows(const IntegerPiece &p, int64_t tile) {
     Pairs sum[R];
     __m256 lo[R], hi[R];
     for (int r = 0; r < R; ++r) {
-        x[r] = p.codes + (p.row + r) * w.inputs();
+        x[r] = static_cast<const int16_t *>(p.codes) + (p.row + r) * w.inputs();
         lo[r] = hi[r] = _mm256_setzero_ps();
         sum[r] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
     }
@@ -239,7 +239,7 @@ void many_rows(const IntegerPiece &p, int32_t *scratch) {
     for (int64_t b = 0; b < w.blocks; ++b) {
         for (int64_t t = 0; t < tiles; ++t) unpack_block<F>(w, p.tile + t, b, panels + t * w.block_k * kTile);
         for (int64_t r = 0; r < rows; r += 6) {
-            const int16_t *x = p.codes + (p.row + r) * w.inputs() + b * w.block_k;
+            const int16_t *x = static_cast<const int16_t *>(p.codes) + (p.row + r) * w.inputs() + b * w.block_k;
             for (int64_t t = 0; t < tiles; ++t)
                 multiply_panel_any(rows - r, x, w.inputs(), panels + t * w.block_k * kTile, w.block_k, sums + (r * kWideTiles + t) * kTile);
         }
@@ -264,6 +264,6 @@ void piece(const IntegerPiece &p, int32_t *scratch) { p.weight->format == Format
 
 }  // namespace
 
-const IntegerFunctions integer_avx2 = {round_rows, piece};
+const IntegerFunctions integer_avx2 = {round_rows, piece, 2, true};
 
 }  // namespace qforge

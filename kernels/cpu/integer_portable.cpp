@@ -11,7 +11,7 @@ namespace {
 void round_rows(const RoundedRows &rows, int64_t first, int64_t end) {
     for (int64_t r = first; r < end; ++r) {
         const float *x = rows.x + r * rows.x_stride;
-        int16_t *codes = rows.codes + r * rows.width;
+        int16_t *codes = static_cast<int16_t *>(rows.codes) + r * rows.width;
         float largest = 0;
         bool finite = true;
         for (int64_t i = 0; i < rows.width; ++i) {
@@ -33,7 +33,7 @@ int weight_code(const Weight &w, const uint8_t *chunk, int j, int column) {
 void one_tile(const IntegerPiece &p, int64_t row, int64_t tile) {
     const Weight &w = *p.weight;
     const int64_t chunks = w.block_k / 8, bytes = chunk_bytes(w.format);
-    const int16_t *x = p.codes + row * w.inputs();
+    const int16_t *x = static_cast<const int16_t *>(p.codes) + row * w.inputs();
     float total[kTile] = {};
     int32_t sum[kTile] = {};
     for (int64_t b = 0; b < w.blocks; ++b) {
@@ -61,6 +61,6 @@ void piece(const IntegerPiece &p, int32_t *) {
 
 }  // namespace
 
-const IntegerFunctions integer_portable = {round_rows, piece};
+const IntegerFunctions integer_portable = {round_rows, piece, 2, true};
 
 }  // namespace qforge

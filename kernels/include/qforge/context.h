@@ -63,6 +63,7 @@ class Context {
     };
 
     Cut cut_panels(const Weight &weight, int64_t rows, int64_t scratch_floats);
+    Cut cut_strips(const Weight &weight, int64_t rows) const;
     void linear_blockwise(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride);
     float *scratch(int thread, int64_t floats);
     // A piece must be worth the hand-over to another thread.
@@ -92,8 +93,9 @@ class Context {
     const LayerFunctions *layers_;
     const IntegerFunctions *integer_;
     const BlockwiseFunctions *blockwise_;
-    std::vector<int16_t> codes_;  // rounded activations of the product that runs
+    std::vector<int8_t> codes_;  // rounded activations of the product that runs
     std::vector<float> row_scales_;
+    std::vector<int32_t> code_sums_;
     std::vector<int8_t> segment_codes_;
     std::vector<float> segment_scales_, block_sums_;
     std::vector<int32_t> segment_offsets_;

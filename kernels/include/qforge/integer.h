@@ -20,22 +20,27 @@ struct RoundedRows {
     const float *x;
     int64_t x_stride, width;
     float static_scale;  // 0: each row has its own
-    int16_t *codes;      // [rows][width]
+    int64_t run;         // inputs of a run of blocks
+    void *codes;         // [rows][width], of IntegerFunctions::code_bytes each
     float *scales;       // [rows]
+    int32_t *sums;       // [rows][width / run]: of the codes; left alone where codes have two bytes
 };
 
 // As Piece, with the activations already rounded.
 struct IntegerPiece {
     const Weight *weight;
-    const int16_t *codes;  // [*][inputs()]
+    const void *codes;  // [*][inputs()]
     const float *scales;
+    const int32_t *sums;
     float *y;
     int64_t y_stride, row, row_end, tile, tile_end;
 };
 
 struct IntegerFunctions {
     void (*round_rows)(const RoundedRows &rows, int64_t first, int64_t end);
-    void (*piece)(const IntegerPiece &piece, int32_t *scratch);  // scratch: integer_scratch_words(weight) words, 64-byte aligned, the thread's own
+    void (*piece)(const IntegerPiece &piece, int32_t *scratch);  // scratch: integer_scratch_words(weight) words, 64-byte aligned, the thread's own, where there are panels
+    int code_bytes;
+    bool panels;  // many rows share a block that is unpacked once
 };
 
 // int32 sums and float totals of a piece, and an unpacked block of each of its tiles in int16
@@ -43,5 +48,6 @@ inline int64_t integer_scratch_words(const Weight &w) { return kWideTiles * kTil
 
 extern const IntegerFunctions integer_portable;
 extern const IntegerFunctions integer_avx2;
+extern const IntegerFunctions integer_avx512_vnni;
 
 }  // namespace qforge

@@ -1,4 +1,4 @@
-// 16 columns as two vectors of 256 bits, for blockwise_x86.inl: what AVX2 and AVX-VNNI share. The file that includes this gives the rest of V.
+// Rounding by 8 inputs, and 16 columns as two vectors of 256 bits, for blockwise_x86.inl: what AVX2 and AVX-VNNI share. The file that includes this gives the rest of V.
 #include <immintrin.h>
 
 #include <type_traits>
@@ -7,6 +7,53 @@
 
 namespace qforge {
 namespace {
+
+struct CodeSums {
+    int32_t all, high;  // of codes, of their high bytes (or of codes, where they have one byte)
+};
+
+inline uint32_t largest_bits(const float *x, int64_t inputs) {
+    const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
+    __m256i a = _mm256_setzero_si256();
+    for (int64_t i = 0; i < inputs; i += 8) a = _mm256_max_epu32(a, _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(x + i)), magnitude));
+    a = _mm256_max_epu32(a, _mm256_permute2x128_si256(a, a, 1));
+    a = _mm256_max_epu32(a, _mm256_shuffle_epi32(a, 0x4E));
+    a = _mm256_max_epu32(a, _mm256_shuffle_epi32(a, 0xB1));
+    return static_cast<uint32_t>(_mm256_cvtsi256_si32(a));
+}
+
+inline int32_t sum_of_lanes(__m256i a) {
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4E));
+    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1)));
+}
+
+inline void store_bytes(int8_t *to, __m256i words) {
+    const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i *>(to), _mm_packs_epi16(halves, halves));
+}
+
+// Rounds one segment
+template <int L>
+inline CodeSums round_segment(const float *x, int64_t inputs, float inverse, int8_t *high, int8_t *low) {
+    const __m256 by = _mm256_set1_ps(inverse);
+    __m256i sum = _mm256_setzero_si256(), high_sum = sum;
+    for (int64_t i = 0; i < inputs; i += 8) {
+        __m256i code = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), by));
+        if (inverse == 0) code = _mm256_setzero_si256();
+        sum = _mm256_add_epi32(sum, code);
+        if constexpr (L == 2) {
+            const __m256i upper = _mm256_srai_epi32(_mm256_add_epi32(code, _mm256_set1_epi32(128)), 8);
+            high_sum = _mm256_add_epi32(high_sum, upper);
+            store_bytes(high + i, upper);
+            store_bytes(low + i, _mm256_sub_epi32(code, _mm256_slli_epi32(upper, 8)));
+        } else {
+            store_bytes(high + i, code);
+        }
+    }
+    const int32_t all = sum_of_lanes(sum);
+    return {all, L == 2 ? sum_of_lanes(high_sum) : all};
+}
 
 struct Bytes {  // 4 inputs of 16 columns
     __m256i lo, hi;

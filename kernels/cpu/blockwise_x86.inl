@@ -1,4 +1,5 @@
 // Products with activations rounded by segments (blockwise.h), written once for the instruction sets of x86. The file that includes this gives
+//   largest_bits(x, inputs): the bits of the largest magnitude; round_segment<bytes of a code>(x, inputs, inverse, high bytes, low bytes) -> CodeSums;
 //   V: 16 columns side by side (sums_x86.inl), V::Floats; V::tiles(code rows) and V::kCodeRows<F, bytes of a code>: what its registers hold.
 #include <immintrin.h>
 
@@ -13,89 +14,58 @@ namespace {
 
 // ---- rounding ----
 
-struct Rounding {
-    float scale, inverse;  // inverse 0: codes are 0
+constexpr int64_t kAtOnce = 64;  // segments: what one of them waits for (its largest magnitude, a division) is found for many before the next step, 31 -> 14 cycles a segment
+
+// The segments of a row, one after the other
+struct Segments {
+    const Weight &w;
+    int64_t first = 0, block_left = w.block_k;  // its first input; inputs of its block from there on
+
+    int64_t length() const { return std::min(kSegment, block_left); }
+    bool last_of_block() const { return block_left <= kSegment; }
+    void next() {
+        first += length();
+        block_left = last_of_block() ? w.block_k : block_left - kSegment;
+    }
 };
 
-inline __m256i largest_lane(__m256i a) {
-    a = _mm256_max_epu32(a, _mm256_permute2x128_si256(a, a, 1));
-    a = _mm256_max_epu32(a, _mm256_shuffle_epi32(a, 0x4E));
-    return _mm256_max_epu32(a, _mm256_shuffle_epi32(a, 0xB1));
-}
-
-inline int32_t sum_of_lanes(__m256i a) {
-    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4E));
-    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1)));
-}
-
-inline Rounding rounding(const float *x, int64_t inputs, float most) {
-    const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
-    __m256i largest = _mm256_setzero_si256();
-    for (int64_t i = 0; i < inputs; i += 8) largest = _mm256_max_epu32(largest, _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(x + i)), magnitude));
-    const __m128i bits = _mm256_castsi256_si128(largest_lane(largest));
-    constexpr int kInfinity = 0x7F800000;  // NaNs' bits are larger
-    if (_mm_cvtsi128_si32(bits) >= kInfinity) return {std::numeric_limits<float>::quiet_NaN(), 0};
-    const float m = _mm_cvtss_f32(_mm_castsi128_ps(bits));
-    if (m < 0x1p-100f) return {0, 0};
-    return {m / most, most / m};
-}
-
-inline void store_bytes(int8_t *to, __m256i words) {
-    const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i *>(to), _mm_packs_epi16(halves, halves));
-}
-
-struct CodeSums {
-    int32_t all, high;  // of codes, of their high bytes (or of codes, where they have one byte)
-};
-
-// Rounds one segment
 template <int L>
-inline CodeSums round_segment(const float *x, int64_t inputs, float inverse, int8_t *high, int8_t *low) {
-    const __m256 by = _mm256_set1_ps(inverse);
-    __m256i sum = _mm256_setzero_si256(), high_sum = sum;
-    for (int64_t i = 0; i < inputs; i += 8) {
-        __m256i code = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), by));
-        if (inverse == 0) code = _mm256_setzero_si256();
-        sum = _mm256_add_epi32(sum, code);
-        if constexpr (L == 2) {
-            const __m256i upper = _mm256_srai_epi32(_mm256_add_epi32(code, _mm256_set1_epi32(128)), 8);
-            high_sum = _mm256_add_epi32(high_sum, upper);
-            store_bytes(high + i, upper);
-            store_bytes(low + i, _mm256_sub_epi32(code, _mm256_slli_epi32(upper, 8)));
-        } else {
-            store_bytes(high + i, code);
+void round_row(const Weight &w, const float *x, int8_t *high, int8_t *low, float *scales, float *sums, int32_t *offsets) {
+    constexpr uint32_t kInfinity = 0x7F800000;  // NaNs' bits are larger
+    constexpr float most = L == 2 ? 32512.0f : 127.0f;
+    const int64_t count = w.blocks * segments_of_block(w);
+    Segments measured{w}, rounded{w};
+    float sum = 0;
+    for (int64_t done = 0; done < count; done += kAtOnce, scales += kAtOnce) {
+        const int64_t here = std::min(kAtOnce, count - done);
+        uint32_t bits[kAtOnce];
+        float inverse[kAtOnce];
+        for (int64_t i = 0; i < here; ++i, measured.next()) bits[i] = largest_bits(x + measured.first, measured.length());
+        for (int64_t i = 0; i < here; ++i) {
+            const float m = __builtin_bit_cast(float, bits[i]);
+            const bool finite = bits[i] < kInfinity, codes = finite && m >= 0x1p-100f;
+            scales[i] = codes ? m / most : finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+            inverse[i] = codes ? most / m : 0.0f;
+        }
+        for (int64_t i = 0; i < here; ++i, rounded.next()) {
+            const CodeSums codes = round_segment<L>(x + rounded.first, rounded.length(), inverse[i], high + rounded.first, low + rounded.first);
+            *offsets++ = -w.zero * codes.high;
+            if (L == 2) *offsets++ = -w.zero * (codes.all - 256 * codes.high);
+            if (w.zero >= 0) continue;
+            sum = __builtin_fmaf(scales[i], static_cast<float>(codes.all), sum);
+            if (!rounded.last_of_block()) continue;
+            *sums++ = sum;
+            sum = 0;
         }
     }
-    const int32_t all = sum_of_lanes(sum);
-    return {all, L == 2 ? sum_of_lanes(high_sum) : all};
 }
 
 template <int L>
 void round_rows_of(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &out, int64_t row, int64_t row_end) {
-    const int64_t inputs = w.inputs(), segments = segments_of_block(w);
+    const int64_t inputs = w.inputs(), segments = w.blocks * segments_of_block(w);
     for (int64_t r = row; r < row_end; ++r) {
-        int8_t *high = out.codes + r * L * inputs, *low = high + inputs;
-        const float *values = x + r * x_stride;
-        float *scale = out.scales + r * w.blocks * segments;
-        int32_t *offset = out.offsets + r * w.blocks * segments * L;
-        for (int64_t b = 0; b < w.blocks; ++b) {
-            float sum = 0;
-            for (int64_t left = w.block_k; left > 0; left -= kSegment) {
-                const int64_t length = std::min(kSegment, left);
-                const Rounding to = rounding(values, length, L == 2 ? 32512.0f : 127.0f);
-                const CodeSums codes = round_segment<L>(values, length, to.inverse, high, low);
-                *scale++ = to.scale;
-                *offset++ = -w.zero * codes.high;
-                if (L == 2) *offset++ = -w.zero * (codes.all - 256 * codes.high);
-                sum = __builtin_fmaf(to.scale, static_cast<float>(codes.all), sum);
-                values += length;
-                high += length;
-                low += length;
-            }
-            out.sums[r * w.blocks + b] = sum;
-        }
+        int8_t *high = out.codes + r * L * inputs;
+        round_row<L>(w, x + r * x_stride, high, high + inputs, out.scales + r * segments, out.sums + r * w.blocks, out.offsets + r * segments * L);
     }
 }
 

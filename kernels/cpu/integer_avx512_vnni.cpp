@@ -12,17 +12,6 @@ namespace {
 
 // ---- rounding ----
 
-constexpr int64_t kLanes = 16;
-
-inline __mmask16 lanes(int64_t count) { return static_cast<__mmask16>(count >= kLanes ? 0xFFFF : (1 << count) - 1); }
-
-// The largest magnitude's bits: of finite floats they rise with the value, those of infinities and NaNs are larger still.
-uint32_t largest_bits(const float *x, int64_t width) {
-    __m512i most = _mm512_setzero_si512();
-    for (int64_t i = 0; i < width; i += kLanes) most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_maskz_loadu_epi32(lanes(width - i), x + i), _mm512_set1_epi32(0x7FFFFFFF)));
-    return _mm512_reduce_max_epu32(most);
-}
-
 // Rounds `width` inputs; returns the sum of their codes
 int32_t round_inputs(const float *x, int64_t width, float scale, int8_t *codes) {
     const __m512 s = _mm512_set1_ps(scale), least = _mm512_set1_ps(-128.0f), most = _mm512_set1_ps(127.0f);
@@ -32,7 +21,7 @@ int32_t round_inputs(const float *x, int64_t width, float scale, int8_t *codes) 
         const __m512 code = _mm512_roundscale_ps(_mm512_div_ps(_mm512_maskz_loadu_ps(here, x + i), s), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
         const __m512i words = _mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(code, least), most));
         sum = _mm512_add_epi32(sum, words);
-        _mm512_mask_cvtepi32_storeu_epi8(codes + i, here, words);
+        store_bytes(codes + i, words, width - i);
     }
     return _mm512_reduce_add_epi32(sum);
 }

@@ -1,10 +1,33 @@
-// 16 columns as one vector of 512 bits with VNNI: 64 products of bytes at once, added to 32-bit sums. What V offers: sums_x86.inl and the files that include this.
+// Inputs to be rounded, and 16 columns as one vector of 512 bits with VNNI: 64 products of bytes at once, added to 32-bit sums. What V offers: sums_x86.inl and the files that include this.
 #include <immintrin.h>
 
 #include "qforge/linear.h"
 
 namespace qforge {
 namespace {
+
+// ---- rounding, 16 inputs at a time ----
+
+constexpr int64_t kLanes = 16;
+
+// Inputs come by eights
+inline __mmask16 lanes(int64_t inputs) { return inputs >= kLanes ? 0xFFFF : 0xFF; }
+
+// The bits of the largest magnitude: of finite floats they rise with the value, those of infinities and NaNs are larger still
+inline uint32_t largest_bits(const float *x, int64_t inputs) {
+    __m512i most = _mm512_setzero_si512();
+    for (int64_t i = 0; i < inputs; i += kLanes) most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_maskz_loadu_epi32(lanes(inputs - i), x + i), _mm512_set1_epi32(0x7FFFFFFF)));
+    return _mm512_reduce_max_epu32(most);
+}
+
+// Codes that fit a byte; a masked store that narrows them would take 40 cycles on Zen 4
+inline void store_bytes(int8_t *to, __m512i codes, int64_t inputs) {
+    const __m128i bytes = _mm512_cvtepi32_epi8(codes);
+    if (inputs >= kLanes) _mm_storeu_si128(reinterpret_cast<__m128i *>(to), bytes);
+    else _mm_storel_epi64(reinterpret_cast<__m128i *>(to), bytes);
+}
+
+// ---- products ----
 
 struct V {
     using Inputs = __m512i;

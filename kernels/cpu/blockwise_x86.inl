@@ -161,8 +161,8 @@ void all_rows(const BlockwisePiece &p) {
     constexpr int kMost = V::kCodeRows<F, L> / L;
     for (int64_t strip = p.tile; strip < p.tile_end; strip += kWideTiles) {
         const int64_t strip_end = std::min(p.tile_end, strip + kWideTiles), groups = (p.row_end - p.row + kMost - 1) / kMost;
-        Ahead codes = next_tiles(w, w.codes, w.inputs() / 8 * chunk_bytes(F), strip_end, p.row_end - p.row, groups);
-        Ahead scales = next_tiles(w, reinterpret_cast<const uint8_t *>(w.scales), w.blocks * kTile * static_cast<int64_t>(sizeof(float)), strip_end, p.row_end - p.row, groups);
+        Ahead codes = next_tiles(w, w.codes, w.inputs() / 8 * chunk_bytes(F), strip, strip_end, p.row_end - p.row, groups);
+        Ahead scales = next_tiles(w, reinterpret_cast<const uint8_t *>(w.scales), w.blocks * kTile * static_cast<int64_t>(sizeof(float)), strip, strip_end, p.row_end - p.row, groups);
         for (int64_t row = p.row, left = groups; left > 0; --left) {
             const int64_t rows = (p.row_end - row + left - 1) / left;
             for (int64_t tile = strip; tile < strip_end;) tile += some_rows<F, L, Z, kMost>(rows, p, row, tile, strip_end - tile, codes, scales);

@@ -8,10 +8,10 @@
 namespace qforge {
 namespace {
 
-// Rows of a task: whole register tiles, nearly equal tasks
+// Rows of a task: whole register tiles (of 4 or 6 rows), nearly equal tasks
 int64_t whole_chunks(int64_t rows) {
     const int64_t chunks = (rows + kRowChunk - 1) / kRowChunk;
-    return chunks ? ((rows + chunks - 1) / chunks + 5) / 6 * 6 : 6;
+    return chunks ? ((rows + chunks - 1) / chunks + 11) / 12 * 12 : 12;
 }
 
 }  // namespace
@@ -85,7 +85,8 @@ Context::Cut Context::cut_panels(const Weight &weight, int64_t rows, int64_t scr
 
 // Tasks of products that go over strips of packed weights, as many strips as there are.
 Context::Cut Context::cut_strips(const Weight &weight, int64_t rows) const {
-    return {whole_chunks(rows), rows > kFewRows ? kWideTiles : std::max<int64_t>(kWideTiles, weight.tiles() / (threads() * 16) / kWideTiles * kWideTiles)};
+    if (rows > kFewRows) return {whole_chunks(rows), rows <= kRowChunk && weight.tiles() < 32 * threads() ? kWideTiles / 2 : kWideTiles};  // 36 tiles by fours are 9 tasks, which two threads do not share evenly
+    return {whole_chunks(rows), std::max<int64_t>(kWideTiles, weight.tiles() / (threads() * 16) / kWideTiles * kWideTiles)};
 }
 
 void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride) {

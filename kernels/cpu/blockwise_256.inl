@@ -8,10 +8,6 @@
 namespace qforge {
 namespace {
 
-struct CodeSums {
-    int32_t all, high;  // of codes, of their high bytes (or of codes, where they have one byte)
-};
-
 inline uint32_t largest_bits(const float *x, int64_t inputs) {
     const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
     __m256i a = _mm256_setzero_si256();

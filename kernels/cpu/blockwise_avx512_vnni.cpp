@@ -1,12 +1,9 @@
 // Products with activations rounded by segments for AVX-512 with VNNI (compiled with those flags; called only where CPUID has them).
+#include "qforge/blockwise.h"
 #include "vnni_512.inl"
 
 namespace qforge {
 namespace {
-
-struct CodeSums {
-    int32_t all, high;  // of codes, of their high bytes (or of codes, where they have one byte)
-};
 
 // Rounds one segment
 template <int L>

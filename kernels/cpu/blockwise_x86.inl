@@ -1,6 +1,6 @@
 // Products with activations rounded by segments (blockwise.h), written once for the instruction sets of x86. The file that includes this gives
 //   largest_bits(x, inputs): the bits of the largest magnitude; round_segment<bytes of a code>(x, inputs, inverse, high bytes, low bytes) -> CodeSums;
-//   V: 16 columns side by side (sums_x86.inl), V::Floats; V::tiles(code rows) and V::kCodeRows<F, bytes of a code>: what its registers hold.
+//   V: 16 columns side by side (sums_x86.inl), V::Floats; V::kCodeRows<F, bytes of a code>: code rows that its registers hold.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -36,23 +36,23 @@ void round_row(const Weight &w, const float *x, int8_t *high, int8_t *low, float
     const int64_t count = w.blocks * segments_of_block(w);
     Segments measured{w}, rounded{w};
     float sum = 0;
-    for (int64_t done = 0; done < count; done += kAtOnce, scales += kAtOnce) {
+    for (int64_t done = 0; done < count; done += kAtOnce) {
         const int64_t here = std::min(kAtOnce, count - done);
         uint32_t bits[kAtOnce];
         float inverse[kAtOnce];
         for (int64_t i = 0; i < here; ++i, measured.next()) bits[i] = largest_bits(x + measured.first, measured.length());
         for (int64_t i = 0; i < here; ++i) {
             const float m = __builtin_bit_cast(float, bits[i]);
-            const bool finite = bits[i] < kInfinity, codes = finite && m >= 0x1p-100f;
-            scales[i] = codes ? m / most : finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
-            inverse[i] = codes ? most / m : 0.0f;
+            const bool finite = bits[i] < kInfinity, has_codes = finite && m >= 0x1p-100f;
+            scales[done + i] = has_codes ? m / most : finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+            inverse[i] = has_codes ? most / m : 0.0f;
         }
         for (int64_t i = 0; i < here; ++i, rounded.next()) {
-            const CodeSums codes = round_segment<L>(x + rounded.first, rounded.length(), inverse[i], high + rounded.first, low + rounded.first);
+            const CodeSums codes = round_segment<L>(x + rounded.first, rounded.length(), inverse[i], high + rounded.first, L == 2 ? low + rounded.first : nullptr);
             *offsets++ = -w.zero * codes.high;
             if (L == 2) *offsets++ = -w.zero * (codes.all - 256 * codes.high);
             if (w.zero >= 0) continue;
-            sum = __builtin_fmaf(scales[i], static_cast<float>(codes.all), sum);
+            sum = __builtin_fmaf(scales[done + i], static_cast<float>(codes.all), sum);
             if (!rounded.last_of_block()) continue;
             *sums++ = sum;
             sum = 0;
@@ -65,7 +65,7 @@ void round_rows_of(const Weight &w, const float *x, int64_t x_stride, const Roun
     const int64_t inputs = w.inputs(), segments = w.blocks * segments_of_block(w);
     for (int64_t r = row; r < row_end; ++r) {
         int8_t *high = out.codes + r * L * inputs;
-        round_row<L>(w, x + r * x_stride, high, high + inputs, out.scales + r * segments, out.sums + r * w.blocks, out.offsets + r * segments * L);
+        round_row<L>(w, x + r * x_stride, high, L == 2 ? high + inputs : nullptr, out.scales + r * segments, out.sums + r * w.blocks, out.offsets + r * segments * L);
     }
 }
 
@@ -90,89 +90,71 @@ inline __attribute__((always_inline)) void add_segment(V::Floats (&part)[R][T], 
     }
 }
 
-// R rows x T tiles
-template <Format F, int L, bool Z, int R, int T>
-void product(const BlockwisePiece &p, int64_t row, int64_t tile, Ahead &codes, Ahead &scales) {
-    const Weight &w = *p.weight;
-    const int64_t inputs = w.inputs(), segments = segments_of_block(w), stride = w.blocks * segments;
-    const int8_t *x = p.rounded.codes + row * L * inputs;
-    const float *scale = p.rounded.scales + row * stride, *row_sum = p.rounded.sums + row * w.blocks;
-    const int32_t *offset = p.rounded.offsets + row * stride * L;
-    const uint8_t *chunk[T];
-    V::Floats total[R][T];
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r)
-        for (int t = 0; t < T; ++t) total[r][t] = V::spread(0);
-    for (int t = 0; t < T; ++t) chunk[t] = w.codes + (tile + t) * inputs / 8 * chunk_bytes(F);
-    for (int64_t b = 0; b < w.blocks; ++b) {
-        codes.fetch();
-        scales.fetch();
-        V::Floats part[R][T];
+template <Format F, int L, bool Z>
+struct Product {
+    static constexpr int kLimbs = L, kMost = V::kCodeRows<F, L> / L;
+    const BlockwisePiece &p;
+    Ahead codes_ahead{}, scales_ahead{};
+
+    explicit Product(const BlockwisePiece &piece) : p(piece) {}
+    void begin(int64_t strip, int64_t strip_end, int64_t rows, int64_t groups) {
+        const Weight &w = *p.weight;
+        codes_ahead = next_tiles(w, w.codes, w.inputs() / 8 * chunk_bytes(F), strip, strip_end, rows, groups);
+        scales_ahead = next_tiles(w, reinterpret_cast<const uint8_t *>(w.scales), w.blocks * kTile * static_cast<int64_t>(sizeof(float)), strip, strip_end, rows, groups);
+    }
+
+    template <int R, int T>
+    void compute(int64_t row, int64_t tile) {
+        const Weight &w = *p.weight;
+        const int64_t inputs = w.inputs(), segments = segments_of_block(w), stride = w.blocks * segments;
+        const int8_t *x = p.rounded.codes + row * L * inputs;
+        const float *scale = p.rounded.scales + row * stride, *row_sum = p.rounded.sums + row * w.blocks;
+        const int32_t *offset = p.rounded.offsets + row * stride * L;
+        const uint8_t *chunk[T];
+        V::Floats total[R][T];
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r)
-            for (int t = 0; t < T; ++t) part[r][t] = V::spread(0);
-        for (int64_t left = w.block_k; left > 0; left -= kSegment, ++scale, offset += L) {
-            V::Sums<F> sum[R * L][T];
-            start_sums<F, L, Z>(sum, offset, stride * L);
-            if (left >= kSegment) {  // apart, so that its loop has no end to look for
-                add_chunks<F>(sum, chunk, x, inputs, kSegment / 8);
-                x += kSegment;
-            } else {
-                add_chunks<F>(sum, chunk, x, inputs, left / 8);
-                x += left;
+            for (int t = 0; t < T; ++t) total[r][t] = V::spread(0);
+        for (int t = 0; t < T; ++t) chunk[t] = w.codes + (tile + t) * inputs / 8 * chunk_bytes(F);
+        for (int64_t b = 0; b < w.blocks; ++b) {
+            codes_ahead.fetch();
+            scales_ahead.fetch();
+            V::Floats part[R][T];
+#pragma GCC unroll 6
+            for (int r = 0; r < R; ++r)
+                for (int t = 0; t < T; ++t) part[r][t] = V::spread(0);
+            for (int64_t left = w.block_k; left > 0; left -= kSegment, ++scale, offset += L) {
+                V::Sums<F> sum[R * L][T];
+                start_sums<F, L, Z>(sum, offset, stride * L);
+                if (left >= kSegment) {  // apart, so that its loop has no end to look for
+                    add_chunks<F>(sum, chunk, x, inputs, kSegment / 8);
+                    x += kSegment;
+                } else {
+                    add_chunks<F>(sum, chunk, x, inputs, left / 8);
+                    x += left;
+                }
+                add_segment<F, L, Z>(part, sum, scale, offset, stride);
             }
-            add_segment<F, L, Z>(part, sum, scale, offset, stride);
+            for (int t = 0; t < T; ++t) {
+                const int64_t at = ((tile + t) * w.blocks + b) * kTile;
+                const V::Floats weight_scale = V::load(w.scales + at);
+#pragma GCC unroll 6
+                for (int r = 0; r < R; ++r) {
+                    if constexpr (!Z) part[r][t] = V::fma_minus(V::zeros(w.zeros + at), V::spread(row_sum[r * w.blocks + b]), part[r][t]);
+                    total[r][t] = V::fma(weight_scale, part[r][t], total[r][t]);
+                }
+            }
         }
+#pragma GCC unroll 6
         for (int t = 0; t < T; ++t) {
-            const int64_t at = ((tile + t) * w.blocks + b) * kTile;
-            const V::Floats weight_scale = V::load(w.scales + at);
-#pragma GCC unroll 6
-            for (int r = 0; r < R; ++r) {
-                if constexpr (!Z) part[r][t] = V::fma_minus(V::zeros(w.zeros + at), V::spread(row_sum[r * w.blocks + b]), part[r][t]);
-                total[r][t] = V::fma(weight_scale, part[r][t], total[r][t]);
-            }
+            const int64_t column = (tile + t) * kTile;
+            for (int r = 0; r < R; ++r) V::store(p.y + (row + r) * p.y_stride + column, total[r][t], w.bias ? w.bias + column : nullptr, w.columns - column);
         }
     }
-#pragma GCC unroll 6
-    for (int t = 0; t < T; ++t) {
-        const int64_t column = (tile + t) * kTile;
-        for (int r = 0; r < R; ++r) V::store(p.y + (row + r) * p.y_stride + column, total[r][t], w.bias ? w.bias + column : nullptr, w.columns - column);
-    }
-}
-
-// The product of `rows` <= R rows with the next tiles, and how many tiles that were
-template <Format F, int L, bool Z, int R>
-int64_t some_rows(int64_t rows, const BlockwisePiece &p, int64_t row, int64_t tile, int64_t tiles, Ahead &codes, Ahead &scales) {
-    if constexpr (R > 1)
-        if (rows < R) return some_rows<F, L, Z, R - 1>(rows, p, row, tile, tiles, codes, scales);
-    constexpr int T = V::tiles(R * L);
-    if (tiles < T) {
-        product<F, L, Z, R, 1>(p, row, tile, codes, scales);
-        return 1;
-    }
-    product<F, L, Z, R, T>(p, row, tile, codes, scales);
-    return T;
-}
-
-// Strips of tiles stay in the second-level cache while groups of rows, nearly equal ones, pass over them.
-template <Format F, int L, bool Z>
-void all_rows(const BlockwisePiece &p) {
-    const Weight &w = *p.weight;
-    constexpr int kMost = V::kCodeRows<F, L> / L;
-    for (int64_t strip = p.tile; strip < p.tile_end; strip += kWideTiles) {
-        const int64_t strip_end = std::min(p.tile_end, strip + kWideTiles), groups = (p.row_end - p.row + kMost - 1) / kMost;
-        Ahead codes = next_tiles(w, w.codes, w.inputs() / 8 * chunk_bytes(F), strip, strip_end, p.row_end - p.row, groups);
-        Ahead scales = next_tiles(w, reinterpret_cast<const uint8_t *>(w.scales), w.blocks * kTile * static_cast<int64_t>(sizeof(float)), strip, strip_end, p.row_end - p.row, groups);
-        for (int64_t row = p.row, left = groups; left > 0; --left) {
-            const int64_t rows = (p.row_end - row + left - 1) / left;
-            for (int64_t tile = strip; tile < strip_end;) tile += some_rows<F, L, Z, kMost>(rows, p, row, tile, strip_end - tile, codes, scales);
-            row += rows;
-        }
-    }
-}
+};
 
 template <Format F, int L>
-void any_zeros(const BlockwisePiece &p) { p.weight->zero < 0 ? all_rows<F, L, false>(p) : all_rows<F, L, true>(p); }
+void any_zeros(const BlockwisePiece &p) { p.weight->zero < 0 ? all_rows<Product<F, L, false>>(p) : all_rows<Product<F, L, true>>(p); }
 
 void piece(const BlockwisePiece &p) {
     if (p.weight->format == Format::INT4)

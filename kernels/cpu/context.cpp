@@ -8,10 +8,10 @@
 namespace qforge {
 namespace {
 
-// Rows of a task: whole register tiles (of 4 or 6 rows), nearly equal tasks
-int64_t whole_chunks(int64_t rows) {
-    const int64_t chunks = (rows + kRowChunk - 1) / kRowChunk;
-    return chunks ? ((rows + chunks - 1) / chunks + 11) / 12 * 12 : 12;
+// Rows of a task: whole register tiles, of so many rows, in nearly equal tasks
+int64_t whole_chunks(int64_t rows, int64_t tile_rows) {
+    const int64_t chunks = std::max<int64_t>(1, (rows + kRowChunk - 1) / kRowChunk);
+    return std::max<int64_t>(1, ((rows + chunks - 1) / chunks + tile_rows - 1) / tile_rows) * tile_rows;
 }
 
 }  // namespace
@@ -80,13 +80,16 @@ Context::Cut Context::cut_panels(const Weight &weight, int64_t rows, int64_t scr
     if (rows <= 2 * kFewRows)  // twice through packed weights is still faster than a panel that only 8 rows share: 1060 against 1220 us at 2048 x 2048
         return {rows <= kFewRows ? rows : (rows + 1) / 2, std::max<int64_t>(2, weight.tiles() / (threads() * 16) / 2 * 2)};
     for (int t = 0; t < threads(); ++t) scratch(t, scratch_floats);
-    return {whole_chunks(rows), kWideTiles};
+    return {whole_chunks(rows, 6), kWideTiles};
 }
 
-// Tasks of products that go over strips of packed weights, as many strips as there are.
+// Tasks of products that go over strips of packed weights.
 Context::Cut Context::cut_strips(const Weight &weight, int64_t rows) const {
-    if (rows > kFewRows) return {whole_chunks(rows), rows <= kRowChunk && weight.tiles() < 32 * threads() ? kWideTiles / 2 : kWideTiles};  // 36 tiles by fours are 9 tasks, which two threads do not share evenly
-    return {whole_chunks(rows), std::max<int64_t>(kWideTiles, weight.tiles() / (threads() * 16) / kWideTiles * kWideTiles)};
+    if (rows <= kFewRows)  // long tasks, which memory feeds as one stream
+        return {kFewRows, std::max<int64_t>(kWideTiles, weight.tiles() / (threads() * 16) / kWideTiles * kWideTiles)};
+    // Where rows make one task a strip, and strips are so few that threads share them unevenly (36 tiles by fours are 9 tasks for two), strips are halved.
+    const bool few_tasks = rows <= kRowChunk && weight.tiles() < 32 * threads();
+    return {whole_chunks(rows, 12), few_tasks ? kWideTiles / 2 : kWideTiles};  // register tiles have 4 or 6 rows
 }
 
 void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride) {
@@ -181,6 +184,10 @@ void Context::gate(const GateRows &g, int64_t rows) {
 void Context::attention(const Attention &a, int64_t tokens, const int32_t *query_starts, int64_t sequences) {
     const auto held = turn();
     split_rows(tokens, 1 + 8192 / a.row_stride(), [&](int64_t first, int64_t end) { layers_->rotate_and_store(a, first, end); });
+    for (int64_t s = 0; s < sequences; ++s) {
+        const int64_t last = query_starts[s + 1] - 1;
+        if (last > query_starts[s] || a.positions[last] % 16 == 0) layers_->clear_after(a, last);  // a tile that an earlier step began is clear already
+    }
     const int64_t group = a.heads / a.cache.kv_heads, step = std::max<int64_t>(1, 4 * kQueryRows / group);
     std::vector<AttentionPiece> pieces;
     int64_t longest = 0;

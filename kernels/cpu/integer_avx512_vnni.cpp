@@ -36,8 +36,8 @@ void round_rows(const RoundedRows &rows, int64_t first, int64_t end) {
         const uint32_t bits = largest_bits(x, rows.width);
         if (bits >= kInfinity) {
             rows.scales[r] = std::numeric_limits<float>::quiet_NaN();
-            std::fill_n(codes, rows.width, int8_t{0});
-            std::fill_n(sums, runs, 0);
+            __builtin_memset(codes, 0, static_cast<size_t>(rows.width));
+            __builtin_memset(sums, 0, static_cast<size_t>(runs) * sizeof(int32_t));
             continue;
         }
         float scale = rows.static_scale;
@@ -55,72 +55,54 @@ inline __m512i start_of(const Weight &w, const uint8_t *zeros, int32_t codes) {
     return _mm512_mullo_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(zeros))), _mm512_set1_epi32(-codes));
 }
 
-// R rows x T tiles
-template <Format F, int R, int T>
-void product(const IntegerPiece &p, int64_t row, int64_t tile, Ahead &ahead) {
-    const Weight &w = *p.weight;
-    const int64_t inputs = w.inputs(), runs = w.blocks / w.run;
-    const int8_t *x = static_cast<const int8_t *>(p.codes) + row * inputs;
-    const int32_t *code_sum = p.sums + row * runs;
-    const uint8_t *chunk[T];
-    V::Floats total[R][T];
-    for (int t = 0; t < T; ++t) {
-        chunk[t] = w.codes + (tile + t) * inputs / 8 * chunk_bytes(F);
-        for (int r = 0; r < R; ++r) total[r][t] = V::spread(0);
+template <Format F>
+struct Product {
+    static constexpr int kLimbs = 1, kMost = 6;  // rows whose sums and totals, with two tiles, are in registers
+    const IntegerPiece &p;
+    Ahead codes_ahead{};
+
+    explicit Product(const IntegerPiece &piece) : p(piece) {}
+    void begin(int64_t strip, int64_t strip_end, int64_t rows, int64_t groups) {
+        codes_ahead = next_tiles(*p.weight, p.weight->codes, p.weight->inputs() / 8 * chunk_bytes(F), strip, strip_end, rows, groups);
     }
-    for (int64_t b = 0; b < w.blocks; ++code_sum) {
-        V::Sums<F> sum[R][T];
+
+    template <int R, int T>
+    void compute(int64_t row, int64_t tile) {
+        const Weight &w = *p.weight;
+        const int64_t inputs = w.inputs(), runs = w.blocks / w.run;
+        const int8_t *x = static_cast<const int8_t *>(p.codes) + row * inputs;
+        const int32_t *code_sum = p.sums + row * runs;
+        const uint8_t *chunk[T];
+        V::Floats total[R][T];
+        for (int t = 0; t < T; ++t) {
+            chunk[t] = w.codes + (tile + t) * inputs / 8 * chunk_bytes(F);
+            for (int r = 0; r < R; ++r) total[r][t] = V::spread(0);
+        }
+        for (int64_t b = 0; b < w.blocks; ++code_sum) {
+            V::Sums<F> sum[R][T];
 #pragma GCC unroll 6
-        for (int r = 0; r < R; ++r)
-            for (int t = 0; t < T; ++t) sum[r][t] = start_of(w, w.zeros + ((tile + t) * w.blocks + b) * kTile, code_sum[r * runs]);
-        for (const int64_t end = b + w.run; b < end; ++b, x += w.block_k) {
-            ahead.fetch();
-            add_chunks<F>(sum, chunk, x, inputs, w.block_k / 8);
+            for (int r = 0; r < R; ++r)
+                for (int t = 0; t < T; ++t) sum[r][t] = start_of(w, w.zeros + ((tile + t) * w.blocks + b) * kTile, code_sum[r * runs]);
+            for (const int64_t end = b + w.run; b < end; ++b, x += w.block_k) {
+                codes_ahead.fetch();
+                add_chunks<F>(sum, chunk, x, inputs, w.block_k / 8);
+            }
+            for (int t = 0; t < T; ++t) {
+                const V::Floats scale = V::load(w.scales + ((tile + t) * w.blocks + b - 1) * kTile);
+#pragma GCC unroll 6
+                for (int r = 0; r < R; ++r) total[r][t] = V::fma(scale, V::to_floats(sum[r][t]), total[r][t]);
+            }
         }
         for (int t = 0; t < T; ++t) {
-            const V::Floats scale = V::load(w.scales + ((tile + t) * w.blocks + b - 1) * kTile);
+            const int64_t column = (tile + t) * kTile;
 #pragma GCC unroll 6
-            for (int r = 0; r < R; ++r) total[r][t] = V::fma(scale, V::to_floats(sum[r][t]), total[r][t]);
+            for (int r = 0; r < R; ++r)
+                V::store(p.y + (row + r) * p.y_stride + column, _mm512_mul_ps(total[r][t], V::spread(p.scales[row + r])), w.bias ? w.bias + column : nullptr, w.columns - column);
         }
     }
-    for (int t = 0; t < T; ++t) {
-        const int64_t column = (tile + t) * kTile;
-#pragma GCC unroll 6
-        for (int r = 0; r < R; ++r)
-            V::store(p.y + (row + r) * p.y_stride + column, _mm512_mul_ps(total[r][t], V::spread(p.scales[row + r])), w.bias ? w.bias + column : nullptr, w.columns - column);
-    }
-}
+};
 
-// The product of `rows` <= R rows with the next tiles, and how many tiles that were
-template <Format F, int R>
-int64_t some_rows(int64_t rows, const IntegerPiece &p, int64_t row, int64_t tile, int64_t tiles, Ahead &ahead) {
-    if constexpr (R > 1)
-        if (rows < R) return some_rows<F, R - 1>(rows, p, row, tile, tiles, ahead);
-    constexpr int T = V::tiles(R);
-    if (tiles < T) {
-        product<F, R, 1>(p, row, tile, ahead);
-        return 1;
-    }
-    product<F, R, T>(p, row, tile, ahead);
-    return T;
-}
-
-template <Format F>
-void all_rows(const IntegerPiece &p) {
-    constexpr int kMost = 6;  // rows whose sums and totals, with two tiles, are in registers
-    const Weight &w = *p.weight;
-    for (int64_t strip = p.tile; strip < p.tile_end; strip += kWideTiles) {
-        const int64_t strip_end = std::min(p.tile_end, strip + kWideTiles), groups = (p.row_end - p.row + kMost - 1) / kMost;
-        Ahead ahead = next_tiles(w, w.codes, w.inputs() / 8 * chunk_bytes(F), strip, strip_end, p.row_end - p.row, groups);
-        for (int64_t row = p.row, left = groups; left > 0; --left) {
-            const int64_t rows = (p.row_end - row + left - 1) / left;
-            for (int64_t tile = strip; tile < strip_end;) tile += some_rows<F, kMost>(rows, p, row, tile, strip_end - tile, ahead);
-            row += rows;
-        }
-    }
-}
-
-void piece(const IntegerPiece &p, int32_t *) { p.weight->format == Format::INT4 ? all_rows<Format::INT4>(p) : all_rows<Format::INT8>(p); }
+void piece(const IntegerPiece &p, int32_t *) { p.weight->format == Format::INT4 ? all_rows<Product<Format::INT4>>(p) : all_rows<Product<Format::INT8>>(p); }
 
 }  // namespace
 

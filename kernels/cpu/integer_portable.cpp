@@ -61,6 +61,6 @@ void piece(const IntegerPiece &p, int32_t *) {
 
 }  // namespace
 
-const IntegerFunctions integer_portable = {round_rows, piece, 2, true};
+const IntegerFunctions integer_portable = {round_rows, piece, 2, false};
 
 }  // namespace qforge

@@ -178,7 +178,7 @@ inline float put(Bf16 *to, const float *from, int64_t d, float, Place place) {
 
 template <typename Place>
 inline float put(int8_t *to, const float *from, int64_t d, float, Place place) {
-    float codes[512];  // the longest head (ops/native_cache.py)
+    float codes[kLongestIntegerHead];
     __builtin_memcpy(codes, from, static_cast<size_t>(d) * sizeof(float));
     const float scale = to_codes(codes, d, 127.0f);
     const char *low = reinterpret_cast<const char *>(codes);
@@ -215,6 +215,32 @@ void store_token(const Attention &a, int64_t token, const float *row) {
             c.key_scales[first + offset] = key_scale;
             c.value_scales[first + offset] = value_scale;
         }
+    }
+}
+
+// Values 0 for the positions of a tile after a token's, which weights of 0 will multiply: in blocks that another sequence left, NaN may lie there.
+template <typename T>
+void clear_after_token(const Attention &a, int64_t token) {
+    const Cache &c = a.cache;
+    const int64_t block = a.slots[token] / c.block_size, offset = a.slots[token] % c.block_size;
+    constexpr int64_t n = kTogether<T>;
+    for (int64_t h = 0; h < c.kv_heads; ++h) {
+        const int64_t first = (block * c.kv_heads + h) * c.block_size;
+        for (int64_t k = offset + 1; k % 16; ++k) {
+            T *values = static_cast<T *>(c.values) + (first + k / n * n) * c.value_dim + k % n;
+            for (int64_t i = 0; i < c.value_dim; ++i) values[i * n] = T{};
+            if (c.value_scales) c.value_scales[first + k] = 0.0f;
+        }
+    }
+}
+
+void clear_after(const Attention &a, int64_t token) {
+    switch (a.cache.type) {
+        case CacheType::F32: return clear_after_token<float>(a, token);
+        case CacheType::F16: return clear_after_token<uint16_t>(a, token);
+        case CacheType::I8: return clear_after_token<int8_t>(a, token);
+        case CacheType::BF16: return clear_after_token<Bf16>(a, token);
+        case CacheType::F8: return clear_after_token<Fp8>(a, token);
     }
 }
 
@@ -315,6 +341,14 @@ inline void interleave(const float *rows, int64_t stride, int64_t count, float *
         for (int r = 0; r < R; ++r) to[i * R + r] = rows[r * stride + i];
 }
 
+// Of 16 numbers for positions from k on, those that a row at `position` may not see become `hidden`.
+inline void hide(const Attention &a, int64_t position, int64_t k, float *numbers, float hidden) {
+    const int64_t oldest = a.window ? position - a.window + 1 : 0;
+    if (k + 15 <= position && k >= oldest) return;
+    for (int64_t j = 0; j < 16; ++j)
+        if (k + j > position || k + j < oldest) numbers[j] = hidden;
+}
+
 // score_rows for N tiles of 16 keys, the first of them k; at: where they lie in the cache
 template <typename T, int R, int N>
 inline void score_tiles(const Attention &a, const float *query, const float *units, const int64_t *position, const int64_t (&at)[N], int64_t k, float *scores, int64_t stride) {
@@ -344,10 +378,7 @@ inline void score_tiles(const Attention &a, const float *query, const float *uni
             sums[n][r].get(lo, hi);
             Lanes::mul(Lanes::mul(lo, unit), scale_lo).store(s);
             Lanes::mul(Lanes::mul(hi, unit), scale_hi).store(s + 8);
-            const int64_t oldest = a.window ? position[r] - a.window + 1 : 0;
-            if (k + 15 > position[r] || k < oldest)
-                for (int64_t j = 0; j < 16; ++j)
-                    if (k + j > position[r] || k + j < oldest) s[j] = -__builtin_inff();
+            hide(a, position[r], k, s, -__builtin_inff());
         }
     }
 }
@@ -396,9 +427,9 @@ float soften_row(float *scores, int64_t count) {
     return 1.0f / sum_in_order(a, b);
 }
 
-// weights [R][stride] *= the scale of each position's value; what a row may not see stays 0, whatever lies there
+// weights [R][stride] *= the scale of each position's value; what a row may not see stays 0, though the scale there may be NaN
 template <int R>
-void scale_weights(const Attention &a, const AttentionPiece &p, float *weights, int64_t stride, int64_t first, int64_t last) {
+void scale_weights(const Attention &a, const AttentionPiece &p, const int64_t *position, float *weights, int64_t stride, int64_t first, int64_t last) {
     Tiles tiles(a, p, first);
     for (int64_t k = first; k <= last; k += 16, tiles.next()) {
         const float *scale = a.cache.value_scales + tiles.row();
@@ -407,6 +438,7 @@ void scale_weights(const Attention &a, const AttentionPiece &p, float *weights, 
             float *w = weights + r * stride + (k - first);
             Lanes::mul(Lanes::load(w), lo).store(w);
             Lanes::mul(Lanes::load(w + 8), hi).store(w + 8);
+            hide(a, position[r], k, w, 0.0f);
         }
     }
 }
@@ -489,7 +521,7 @@ void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float
     interleave<R>(query, d, d / kTogether<T>, interleaved);
     score_rows<T, R>(a, p, interleaved, units, position, first, last, scores, stride);
     for (int r = 0; r < R; ++r) factor[r] = soften_row(scores + r * stride, stride);
-    if (a.cache.value_scales) scale_weights<R>(a, p, scores, stride, first, last);
+    if (a.cache.value_scales) scale_weights<R>(a, p, position, scores, stride, first, last);
     for (int r = 0; r < R; ++r) factor[r] *= prepare(scores + r * stride, stride, T{}) * a.cache.value_scale;
     mix_values<T, R>(a, p, scores, stride, factor, first, last, out);
 }

@@ -1,5 +1,6 @@
-// Sums of products of activations' codes and weights' codes over a stretch of inputs, and weights that are brought meanwhile: written once for the instruction sets of x86. The file that includes this gives
-//   V: 16 columns side by side; V::Weights<F> 4 inputs of them, V::Sums<F> their sums of products, from an offset on (V::whole: as 32-bit integers).
+// Sums of products of activations' codes and weights' codes over a stretch of inputs, and the walk over rows and tiles with weights that are brought meanwhile: written once for the instruction sets of x86.
+// The file that includes this gives
+//   V: 16 columns side by side; V::Weights<F> 4 inputs of them, V::Sums<F> their sums of products, from an offset on (V::whole: as 32-bit integers); V::tiles(code rows): what registers hold.
 // A code row is one byte of each code of a row: 16-bit codes make two. Z: all zero points of the weight are one number, whose products with codes are the offsets that sums start with.
 #include <algorithm>
 
@@ -46,10 +47,42 @@ struct Ahead {
 };
 
 // As many tiles after a strip, `bytes` each, brought while rows pass over the strip in groups, two tiles or fewer a call: 32 rows then take 26 instead of 29 ms for all of SmolLM2's weights, 3 rows half the time.
-// One row reads its weights as fast as they come, and slower so.
+// One row reads its weights as fast as they come already, and takes longer when they are brought ahead.
 inline Ahead next_tiles(const Weight &w, const uint8_t *from, int64_t bytes, int64_t strip, int64_t strip_end, int64_t rows, int64_t groups) {
     const int64_t tiles = rows > 1 ? std::min(strip_end - strip, w.tiles() - strip_end) : 0, calls = groups * std::max<int64_t>(1, (strip_end - strip) / 2);
+    if (tiles == 0) return {from, from, 0};
     return {from + strip_end * bytes, from + (strip_end + tiles) * bytes, (tiles * bytes / (calls * w.blocks) + 63) / 64 * 64};
+}
+
+// The product of `rows` <= R rows with the next tiles, and how many tiles that were
+template <int R, typename Product>
+int64_t some_rows(Product &product, int64_t rows, int64_t row, int64_t tile, int64_t tiles) {
+    if constexpr (R > 1)
+        if (rows < R) return some_rows<R - 1>(product, rows, row, tile, tiles);
+    constexpr int T = V::tiles(R * Product::kLimbs);
+    if (tiles < T) {
+        product.template compute<R, 1>(row, tile);
+        return 1;
+    }
+    product.template compute<R, T>(row, tile);
+    return T;
+}
+
+// A piece [its rows] x [its tiles]: strips of tiles stay in the second-level cache while groups of rows, nearly equal ones, pass over them.
+// Product: kLimbs bytes a code, kMost rows in registers, begin(strip, strip_end, rows, groups), compute<R, T>(row, tile) for R rows x T tiles
+template <typename Product, typename Piece>
+void all_rows(const Piece &p) {
+    Product product(p);
+    const int64_t rows = p.row_end - p.row, groups = (rows + Product::kMost - 1) / Product::kMost;
+    for (int64_t strip = p.tile; strip < p.tile_end; strip += kWideTiles) {
+        const int64_t strip_end = std::min(p.tile_end, strip + kWideTiles);
+        product.begin(strip, strip_end, rows, groups);
+        for (int64_t row = p.row, left = groups; left > 0; --left) {
+            const int64_t here = (p.row_end - row + left - 1) / left;
+            for (int64_t tile = strip; tile < strip_end;) tile += some_rows<Product::kMost>(product, here, row, tile, strip_end - tile);
+            row += here;
+        }
+    }
 }
 
 }  // namespace

@@ -37,7 +37,7 @@ struct V {
     template <Format F>
     using Sums = __m512i;
 
-    // Sums, parts and totals of 4 x 2 (of two bytes a code 3 x 2) are in registers, those of 6 x 2 are not: 195 for 182 GMAC/s a thread.
+    // Sums, parts and totals of 4 x 2 (of two bytes a code 3 x 2) are in registers, those of 6 x 2 are not: 195 instead of 182 GMAC/s a thread.
     template <Format F, int L>
     static constexpr int kCodeRows = L == 2 ? 6 : 4;
     // Few rows read memory fastest as one stream (71 us against 94 with four, 2048 x 2048).

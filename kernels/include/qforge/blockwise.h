@@ -23,11 +23,15 @@ constexpr int64_t kSegment = 32;  // |sum| of 16-bit codes times bytes stays bel
 inline int64_t segments_of_block(const Weight &w) { return (w.block_k + kSegment - 1) / kSegment; }
 inline int64_t limbs(const Weight &w) { return w.activations == Activations::INT16 ? 2 : 1; }  // bytes of a code
 
+struct CodeSums {  // of a segment
+    int32_t all, high;  // of codes; of their high bytes, or of codes where they have one byte
+};
+
 struct RoundedBlocks {
-    int8_t *codes;  // [rows][limbs][inputs()], the high byte first
-    float *scales;  // [rows][blocks][segments_of_block]
+    int8_t *codes;     // [rows][limbs][inputs()], the high byte first
+    float *scales;     // [rows][blocks][segments_of_block]
     float *sums;       // [rows][blocks], where zero points differ
-    int32_t *offsets;  // [rows][blocks][segments_of_block][limbs]: - zero * sum of the codes, where there is one zero point
+    int32_t *offsets;  // [rows][blocks][segments_of_block][limbs]: - zero * sum of those bytes, where there is one zero point
 };
 
 struct BlockwisePiece {

@@ -81,6 +81,7 @@ struct AttentionPiece {
     int64_t query, query_end, sequence, kv_head;
 };
 
+constexpr int64_t kLongestIntegerHead = 512;  // dimensions of a head in int8: sums of its products with 16-bit queries fit 32 bits
 constexpr int kQueryRows = 6;  // query rows (positions x heads of a group) that share each key that is read
 
 inline int64_t attention_scratch_floats(const Attention &a, int64_t longest_context) {
@@ -92,6 +93,7 @@ struct LayerFunctions {
     void (*residual)(const ResidualRows &r, int64_t row, int64_t row_end);
     void (*gate)(const GateRows &g, int64_t row, int64_t row_end);
     void (*rotate_and_store)(const Attention &a, int64_t token, int64_t token_end);  // rotates queries in place, writes rotated keys and values into the cache
+    void (*clear_after)(const Attention &a, int64_t token);                          // what a sequence's last token leaves unwritten of its tile of 16 positions
     void (*attend)(const Attention &a, const AttentionPiece &piece, float *scratch);
 };
 

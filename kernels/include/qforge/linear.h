@@ -26,9 +26,9 @@ enum class Format : int { INT4 = 0, INT8 = 1, F32 = 2, F16 = 3, BF16 = 4, BOOK4 
 enum class Activations : int { F32 = 0, INT8 = 1, INT16 = 2 };
 
 constexpr int kTile = 16;       // columns of a tile
-constexpr int kRowChunk = 96;   // rows of one task of the matrix path
-constexpr int kWideTiles = 4;   // tiles of one task of the matrix path
-constexpr int kFewRows = 4;     // up to here weights are unpacked in registers; above, once into a panel that many rows share
+constexpr int kRowChunk = 96;   // rows of one task where there are many
+constexpr int kWideTiles = 4;   // tiles of one strip, and of one task where there are many rows
+constexpr int kFewRows = 4;     // up to here weights are read as one stream (and unpacked in registers by products that have panels for more)
 
 constexpr int chunk_bytes(Format f) {
     switch (f) {

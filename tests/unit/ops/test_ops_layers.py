@@ -148,6 +148,42 @@ def test_a_query_that_is_no_number_is_not_hidden(kind: str) -> None:
         assert _one_query(NativeLayers(1, isa, kind), 1.0, 1.0, math.nan, 20).isnan().all()
 
 
+def test_a_value_that_is_no_number_does_not_reach_rows_before_it() -> None:
+    """Of one step, where the whole tile is written before any row attends to it; in int8 the scale is no number."""
+    a, length = AttentionParameters(3, 1, 8, 0, 0.4), 21
+    x = torch.randn(length, 5 * 8, generator=torch.Generator().manual_seed(3))
+    places, rope = torch.arange(length), (torch.ones(length, 4), torch.zeros(length, 4))
+    batch = Batch(places, places, torch.arange(2, dtype=torch.int32)[None], torch.tensor([0, length], dtype=torch.int32))
+    for ops in STORED["attention int8"]:
+        clean, spoilt = x.clone(), x.clone()
+        spoilt[-1, -8:] = math.nan
+        good, bad = (ops.attention(t, a, ops.cache(2, 16, 1, 8), rope, batch) for t in (clean, spoilt))
+        assert bad[-1].isnan().all()
+        assert torch.equal(good[:-1], bad[:-1])
+
+
+@pytest.mark.parametrize("pieces", [[21], [1] * 21, [5, 1, 13, 2]])
+@pytest.mark.parametrize("stored", STORED)
+def test_what_another_sequence_left_in_a_block_is_not_read(stored: str, pieces: list[int]) -> None:
+    a, length = AttentionParameters(3, 1, 8, 0, 0.4), 21
+    x = torch.randn(length, 5 * 8, generator=torch.Generator().manual_seed(4))
+    places, rope = torch.arange(48), (torch.ones(48, 4), torch.zeros(48, 4))
+    tables = torch.arange(3, dtype=torch.int32)[None]
+    for ops in STORED[stored]:
+        results = []
+        for left in (None, math.nan):
+            cache = ops.cache(3, 16, 1, 8)
+            if left is not None:
+                ops.attention(torch.full((48, 5 * 8), left), a, cache, rope, Batch(places, places, tables, torch.tensor([0, 48], dtype=torch.int32)))
+            done, rows = 0, []
+            for n in pieces:
+                here = places[done : done + n]
+                rows.append(ops.attention(x[here].clone(), a, cache, rope, Batch(here, here, tables, torch.tensor([0, n], dtype=torch.int32))))
+                done += n
+            results.append(torch.cat(rows))
+        assert torch.equal(*results)
+
+
 # E4M3 from its definition (OCP 8-bit floating point, table 1): the finite magnitudes of the codes 0 to 126
 E4M3 = torch.tensor([(m / 8) * 2**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][:-1], dtype=torch.float64)
 CALIBRATED = [TorchLayers(), *(NativeLayers(2, isa, "fp8") for isa in instruction_sets())]

@@ -67,7 +67,7 @@ NB_MODULE(_native, m) {
             "__init__",
             [](Cache *self, CacheType type, uintptr_t keys, uintptr_t values, uintptr_t key_scales, uintptr_t value_scales, int64_t kv_heads, int64_t head_dim, int64_t value_dim,
                int64_t block_size, float key_scale, float value_scale) {
-                if (type == CacheType::I8 && head_dim > kLongestIntegerHead) throw std::invalid_argument("a cache in int8 holds heads of at most 512 dimensions");
+                if (type == CacheType::I8 && head_dim > qforge::kLongestIntegerHead) throw std::invalid_argument("a cache in int8 holds heads of at most 512 dimensions");
                 new (self) Cache{type,     pointer<void>(keys), pointer<void>(values), pointer<float>(key_scales), pointer<float>(value_scales),
                                  kv_heads, head_dim,            value_dim,             block_size,                 key_scale,
                                  value_scale};

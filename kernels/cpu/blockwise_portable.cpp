@@ -87,13 +87,13 @@ void one_tile(const BlockwisePiece &p, int64_t row, int64_t tile) {
     }
 }
 
-void piece(const BlockwisePiece &p) {
+void piece(const BlockwisePiece &p, void *) {
     for (int64_t row = p.row; row < p.row_end; ++row)
         for (int64_t tile = p.tile; tile < p.tile_end; ++tile) one_tile(p, row, tile);
 }
 
 }  // namespace
 
-const BlockwiseFunctions blockwise_portable = {round_rows, piece};
+const BlockwiseFunctions blockwise_portable = {round_rows, piece, 1, nullptr};
 
 }  // namespace qforge

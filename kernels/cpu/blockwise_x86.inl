@@ -156,7 +156,7 @@ struct Product {
 template <Format F, int L>
 void any_zeros(const BlockwisePiece &p) { p.weight->zero < 0 ? all_rows<Product<F, L, false>>(p) : all_rows<Product<F, L, true>>(p); }
 
-void piece(const BlockwisePiece &p) {
+void piece(const BlockwisePiece &p, void *) {
     if (p.weight->format == Format::INT4)
         limbs(*p.weight) == 2 ? any_zeros<Format::INT4, 2>(p) : any_zeros<Format::INT4, 1>(p);
     else

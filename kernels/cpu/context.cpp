@@ -5,6 +5,11 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace qforge {
 namespace {
 
@@ -13,6 +18,19 @@ int64_t whole_chunks(int64_t rows, int64_t tile_rows) {
     const int64_t chunks = std::max<int64_t>(1, (rows + kRowChunk - 1) / kRowChunk);
     return std::max<int64_t>(1, ((rows + chunks - 1) / chunks + tile_rows - 1) / tile_rows) * tile_rows;
 }
+
+#ifdef QFORGE_HAVE_AVX2
+// Whether there are tiles of bytes, and the system lets this process have them
+bool has_amx() {
+#ifdef __linux__
+    constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM (Documentation/arch/x86/xstate.rst)
+    static const bool granted = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+    return granted;
+#else
+    return false;
+#endif
+}
+#endif
 
 }  // namespace
 
@@ -23,7 +41,10 @@ std::vector<std::string> Context::instruction_sets() {
 #ifdef QFORGE_HAVE_AVX2
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) found.push_back("avx512-vnni");
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
+            if (has_amx()) found.push_back("amx");
+            found.push_back("avx512-vnni");
+        }
         if (__builtin_cpu_supports("avxvnni")) found.push_back("avx-vnni");
         found.push_back("avx2");
     }
@@ -32,27 +53,27 @@ std::vector<std::string> Context::instruction_sets() {
     return found;
 }
 
-Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa), piece_(linear_portable), layers_(&layers_portable), integer_(&integer_portable), blockwise_(&blockwise_portable), scratch_(threads), scratch_floats_(threads, 0) {
+Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa), piece_(linear_portable), layers_(&layers_portable), integer_(&integer_portable), blockwise_(&blockwise_portable), scratch_(threads) {
     const auto sets = instruction_sets();
     if (std::find(sets.begin(), sets.end(), isa) == sets.end()) throw std::invalid_argument("this CPU does not run the instruction set " + isa);
 #ifdef QFORGE_HAVE_AVX2
     if (isa != "portable") {
         piece_ = linear_avx2;
-        layers_ = isa == "avx512-vnni" && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512dq") ? &layers_avx512 : &layers_avx2;
-        integer_ = isa == "avx512-vnni" ? &integer_avx512_vnni : &integer_avx2;
-        blockwise_ = isa == "avx512-vnni" ? &blockwise_avx512_vnni : isa == "avx-vnni" ? &blockwise_avx_vnni : &blockwise_avx2;
+        layers_ = (isa == "amx" || isa == "avx512-vnni") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512dq") ? &layers_avx512 : &layers_avx2;
+        integer_ = isa == "amx" ? &integer_amx : isa == "avx512-vnni" ? &integer_avx512_vnni : &integer_avx2;
+        blockwise_ = isa == "amx" ? &blockwise_amx : isa == "avx512-vnni" ? &blockwise_avx512_vnni : isa == "avx-vnni" ? &blockwise_avx_vnni : &blockwise_avx2;
     }
 #endif
 }
 
-float *Context::scratch(int thread, int64_t floats) {
-    if (scratch_floats_[thread] < floats) {
-        const size_t bytes = (static_cast<size_t>(floats) * sizeof(float) + 63) / 64 * 64;
-        scratch_[thread].reset(static_cast<float *>(std::aligned_alloc(64, bytes)));
-        if (!scratch_[thread]) throw std::bad_alloc();
-        scratch_floats_[thread] = floats;
+void Context::grow_scratch(int64_t bytes) {
+    if (bytes <= scratch_bytes_) return;
+    scratch_bytes_ = 0;
+    for (Scratch &s : scratch_) {
+        s.reset(static_cast<float *>(std::aligned_alloc(64, static_cast<size_t>((bytes + 63) / 64 * 64))));
+        if (!s) throw std::bad_alloc();
     }
-    return scratch_[thread].get();
+    scratch_bytes_ = bytes;
 }
 
 // Calls run(row, row_end, tile, tile_end, thread) for pieces of a product.
@@ -76,26 +97,26 @@ void Context::split_product(const Weight &weight, int64_t rows, const Cut &cut, 
 }
 
 // Tasks of products that unpack blocks into panels where there are many rows; scratch_floats: what each thread needs for those.
-Context::Cut Context::cut_panels(const Weight &weight, int64_t rows, int64_t scratch_floats) {
+Context::Cut Context::cut_panels(const Weight &weight, int64_t rows) const {
     if (rows <= 2 * kFewRows)  // twice through packed weights is still faster than a panel that only 8 rows share: 1060 against 1220 us at 2048 x 2048
         return {rows <= kFewRows ? rows : (rows + 1) / 2, std::max<int64_t>(2, weight.tiles() / (threads() * 16) / 2 * 2)};
-    for (int t = 0; t < threads(); ++t) scratch(t, scratch_floats);
     return {whole_chunks(rows, 6), kWideTiles};
 }
 
 // Tasks of products that go over strips of packed weights.
-Context::Cut Context::cut_strips(const Weight &weight, int64_t rows) const {
+Context::Cut Context::cut_strips(const Weight &weight, int64_t rows, int64_t tile_rows) const {
     if (rows <= kFewRows)  // long tasks, which memory feeds as one stream
         return {kFewRows, std::max<int64_t>(kWideTiles, weight.tiles() / (threads() * 16) / kWideTiles * kWideTiles)};
     // Where rows make one task a strip, and strips are so few that threads share them unevenly (36 tiles by fours are 9 tasks for two), strips are halved.
     const bool few_tasks = rows <= kRowChunk && weight.tiles() < 32 * threads();
-    return {whole_chunks(rows, 12), few_tasks ? kWideTiles / 2 : kWideTiles};  // register tiles have 4 or 6 rows
+    return {whole_chunks(rows, tile_rows), few_tasks ? kWideTiles / 2 : kWideTiles};
 }
 
 void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride) {
     const auto held = turn();
     if (weight.activations != Activations::F32) return linear_blockwise(weight, x, rows, x_stride, y, y_stride);
-    split_product(weight, rows, cut_panels(weight, rows, scratch_floats(weight)), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
+    grow_scratch(scratch_floats(weight) * static_cast<int64_t>(sizeof(float)));
+    split_product(weight, rows, cut_panels(weight, rows), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
         piece_({&weight, x, y, x_stride, y_stride, row, row_end, tile, tile_end}, scratch_[thread].get());
     });
 }
@@ -104,28 +125,32 @@ void Context::linear_blockwise(const Weight &weight, const float *x, int64_t row
     const auto grow = [](auto &vector, int64_t size) {
         if (static_cast<int64_t>(vector.size()) < size) vector.resize(static_cast<size_t>(size));
     };
-    grow(segment_codes_, rows * weight.inputs() * limbs(weight));
-    grow(segment_scales_, rows * weight.blocks * segments_of_block(weight));
-    grow(block_sums_, rows * weight.blocks);
-    grow(segment_offsets_, rows * weight.blocks * segments_of_block(weight) * limbs(weight));
-    const RoundedBlocks rounded{segment_codes_.data(), segment_scales_.data(), block_sums_.data(), segment_offsets_.data()};
+    const int64_t segments = weight.blocks * segments_of_block(weight), whole = (rows + 15) / 16 * 16;  // rows that tiles of 16 read
+    grow(segment_codes_, whole * weight.inputs() * limbs(weight));
+    grow(segment_scales_, rows * segments);
+    grow(group_scales_, whole * segments);
+    grow(block_sums_, whole * weight.blocks);
+    grow(segment_offsets_, rows * segments * limbs(weight));
+    const RoundedBlocks rounded{segment_codes_.data(), segment_scales_.data(), block_sums_.data(), group_scales_.data(), segment_offsets_.data()};
     split_rows(rows, 1 + 8192 / weight.inputs(), [&](int64_t first, int64_t end) { blockwise_->round_rows(weight, x, x_stride, rounded, first, end); });
-    split_product(weight, rows, cut_strips(weight, rows), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int) {
-        blockwise_->piece({&weight, rounded, y, y_stride, row, row_end, tile, tile_end});
+    if (blockwise_->scratch_bytes) grow_scratch(blockwise_->scratch_bytes(weight));
+    split_product(weight, rows, cut_strips(weight, rows, blockwise_->tile_rows), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
+        blockwise_->piece({&weight, rounded, y, y_stride, row, row_end, tile, tile_end}, scratch_[thread].get());
     });
 }
 
 void Context::linear_int8(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float static_scale, float *y, int64_t y_stride) {
     const auto held = turn();
     const int64_t run = weight.run * weight.block_k;
-    codes_.resize(static_cast<size_t>(rows * weight.inputs() * integer_->code_bytes));
+    codes_.resize(static_cast<size_t>((rows + 15) / 16 * 16 * weight.inputs() * integer_->code_bytes));  // tiles of 16 rows read whole ones
     row_scales_.resize(static_cast<size_t>(rows));
     code_sums_.resize(static_cast<size_t>(rows * weight.blocks / weight.run));
     const RoundedRows rounded{x, x_stride, weight.inputs(), static_scale, run, codes_.data(), row_scales_.data(), code_sums_.data()};
     split_rows(rows, 1 + 8192 / weight.inputs(), [&](int64_t first, int64_t end) { integer_->round_rows(rounded, first, end); });
-    const Cut cut = integer_->panels ? cut_panels(weight, rows, integer_scratch_words(weight)) : cut_strips(weight, rows);
+    if (integer_->scratch_bytes) grow_scratch(integer_->scratch_bytes(weight));
+    const Cut cut = integer_->panels ? cut_panels(weight, rows) : cut_strips(weight, rows, integer_->tile_rows);
     split_product(weight, rows, cut, [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
-        integer_->piece({&weight, codes_.data(), row_scales_.data(), code_sums_.data(), y, y_stride, row, row_end, tile, tile_end}, reinterpret_cast<int32_t *>(scratch_[thread].get()));
+        integer_->piece({&weight, codes_.data(), row_scales_.data(), code_sums_.data(), y, y_stride, row, row_end, tile, tile_end}, scratch_[thread].get());
     });
 }
 
@@ -196,7 +221,7 @@ void Context::attention(const Attention &a, int64_t tokens, const int32_t *query
         for (int64_t h = 0; h < a.cache.kv_heads; ++h)
             for (int64_t q = query_starts[s]; q < query_starts[s + 1]; q += step) pieces.push_back({q, std::min<int64_t>(q + step, query_starts[s + 1]), s, h});
     }
-    for (int t = 0; t < threads(); ++t) scratch(t, attention_scratch_floats(a, longest));
+    grow_scratch(attention_scratch_floats(a, longest) * static_cast<int64_t>(sizeof(float)));
     struct Job {
         const Attention *attention;
         const LayerFunctions *layers;

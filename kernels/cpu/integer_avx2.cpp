@@ -260,10 +260,16 @@ void any_rows(const IntegerPiece &p, int32_t *scratch) {
         many_rows<F>(p, scratch);
 }
 
-void piece(const IntegerPiece &p, int32_t *scratch) { p.weight->format == Format::INT4 ? any_rows<Format::INT4>(p, scratch) : any_rows<Format::INT8>(p, scratch); }
+// int32 sums and float totals of a piece, and an unpacked block of each of its tiles in int16
+int64_t scratch_bytes(const Weight &w) { return kWideTiles * kTile * (2 * kRowChunk * 4 + w.block_k * 2); }
+
+void piece(const IntegerPiece &p, void *scratch) {
+    auto *words = static_cast<int32_t *>(scratch);
+    p.weight->format == Format::INT4 ? any_rows<Format::INT4>(p, words) : any_rows<Format::INT8>(p, words);
+}
 
 }  // namespace
 
-const IntegerFunctions integer_avx2 = {round_rows, piece, 2, true};
+const IntegerFunctions integer_avx2 = {round_rows, piece, 6, scratch_bytes, true, 2};
 
 }  // namespace qforge

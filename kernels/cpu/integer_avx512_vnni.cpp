@@ -102,10 +102,10 @@ struct Product {
     }
 };
 
-void piece(const IntegerPiece &p, int32_t *) { p.weight->format == Format::INT4 ? all_rows<Product<Format::INT4>>(p) : all_rows<Product<Format::INT8>>(p); }
+void piece(const IntegerPiece &p, void *) { p.weight->format == Format::INT4 ? all_rows<Product<Format::INT4>>(p) : all_rows<Product<Format::INT8>>(p); }
 
 }  // namespace
 
-const IntegerFunctions integer_avx512_vnni = {round_rows, piece, 1, false};
+const IntegerFunctions integer_avx512_vnni = {round_rows, piece, 12, nullptr, false, 1};
 
 }  // namespace qforge

@@ -54,13 +54,13 @@ void one_tile(const IntegerPiece &p, int64_t row, int64_t tile) {
     }
 }
 
-void piece(const IntegerPiece &p, int32_t *) {
+void piece(const IntegerPiece &p, void *) {
     for (int64_t row = p.row; row < p.row_end; ++row)
         for (int64_t tile = p.tile; tile < p.tile_end; ++tile) one_tile(p, row, tile);
 }
 
 }  // namespace
 
-const IntegerFunctions integer_portable = {round_rows, piece, 2, false};
+const IntegerFunctions integer_portable = {round_rows, piece, 1, nullptr, false, 2};
 
 }  // namespace qforge

@@ -31,6 +31,7 @@ struct RoundedBlocks {
     int8_t *codes;     // [rows][limbs][inputs()], the high byte first
     float *scales;     // [rows][blocks][segments_of_block]
     float *sums;       // [rows][blocks], where zero points differ
+    float *group_scales;  // [rows / 16][blocks][segments_of_block][16]: scales once more, for tiles of 16 rows
     int32_t *offsets;  // [rows][blocks][segments_of_block][limbs]: - zero * sum of those bytes, where there is one zero point
 };
 
@@ -43,12 +44,15 @@ struct BlockwisePiece {
 
 struct BlockwiseFunctions {
     void (*round_rows)(const Weight &weight, const float *x, int64_t x_stride, const RoundedBlocks &rounded, int64_t row, int64_t row_end);
-    void (*piece)(const BlockwisePiece &piece);
+    void (*piece)(const BlockwisePiece &piece, void *scratch);  // scratch: scratch_bytes(weight) bytes, 64-byte aligned, the thread's own
+    int64_t tile_rows;                                          // rows that a task should have, or a multiple
+    int64_t (*scratch_bytes)(const Weight &weight);             // null: none
 };
 
 extern const BlockwiseFunctions blockwise_portable;
 extern const BlockwiseFunctions blockwise_avx2;
 extern const BlockwiseFunctions blockwise_avx_vnni;
 extern const BlockwiseFunctions blockwise_avx512_vnni;
+extern const BlockwiseFunctions blockwise_amx;
 
 }  // namespace qforge

@@ -62,10 +62,10 @@ class Context {
         int64_t rows, tiles;
     };
 
-    Cut cut_panels(const Weight &weight, int64_t rows, int64_t scratch_floats);
-    Cut cut_strips(const Weight &weight, int64_t rows) const;
+    Cut cut_panels(const Weight &weight, int64_t rows) const;
+    Cut cut_strips(const Weight &weight, int64_t rows, int64_t tile_rows) const;
     void linear_blockwise(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride);
-    float *scratch(int thread, int64_t floats);
+    void grow_scratch(int64_t bytes);  // of each thread, whose contents are lost
     // A piece must be worth the hand-over to another thread.
     template <typename F>
     void split_rows(int64_t rows, int64_t least, const F &run) {
@@ -97,10 +97,10 @@ class Context {
     std::vector<float> row_scales_;
     std::vector<int32_t> code_sums_;
     std::vector<int8_t> segment_codes_;
-    std::vector<float> segment_scales_, block_sums_;
+    std::vector<float> segment_scales_, group_scales_, block_sums_;
     std::vector<int32_t> segment_offsets_;
     std::vector<Scratch> scratch_;
-    std::vector<int64_t> scratch_floats_;
+    int64_t scratch_bytes_ = 0;
 };
 
 }  // namespace qforge

@@ -38,16 +38,16 @@ struct IntegerPiece {
 
 struct IntegerFunctions {
     void (*round_rows)(const RoundedRows &rows, int64_t first, int64_t end);
-    void (*piece)(const IntegerPiece &piece, int32_t *scratch);  // scratch: integer_scratch_words(weight) words, 64-byte aligned, the thread's own, where there are panels
+    void (*piece)(const IntegerPiece &piece, void *scratch);
+    int64_t tile_rows;                           // as in BlockwiseFunctions
+    int64_t (*scratch_bytes)(const Weight &weight);
+    bool panels;  // up to 8 rows are better cut as those of products in fp32 (Context::cut_panels)
     int code_bytes;
-    bool panels;  // many rows share a block that is unpacked once
 };
-
-// int32 sums and float totals of a piece, and an unpacked block of each of its tiles in int16
-inline int64_t integer_scratch_words(const Weight &w) { return kWideTiles * kTile * (2 * kRowChunk + w.block_k / 2); }
 
 extern const IntegerFunctions integer_portable;
 extern const IntegerFunctions integer_avx2;
 extern const IntegerFunctions integer_avx512_vnni;
+extern const IntegerFunctions integer_amx;
 
 }  // namespace qforge

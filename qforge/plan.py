@@ -182,9 +182,8 @@ def _check_tuning(options: Options, schemes: Sequence[Scheme], quantizer: Quanti
         return
     if not quantizer.needs(options):
         raise UnsupportedError(f"quantize.options.tune learns from calibration text, and method {quantizer.name} takes none; use method: gptq")
-    rounded = next((s for s in schemes if s.activations is not None), None)
-    if rounded is not None or not any(refine.applies(s) and s.scale.type is not ScaleType.E8M0 for s in schemes):
-        raise UnsupportedError(f"quantize.options.tune is for one scale (no power of two) for each output channel or group and unrounded activations, not {rounded or schemes[0]}")
+    if not any(refine.applies(s) and s.scale.type is not ScaleType.E8M0 for s in schemes):
+        raise UnsupportedError(f"quantize.options.tune is for one scale (no power of two) for each output channel or group, not {schemes[0]}")
 
 
 def _check_weighing(options: Options, schemes: Sequence[Scheme], quantizer: Quantizer | None) -> None:

@@ -8,7 +8,7 @@
 namespace qforge {
 namespace {
 
-constexpr int64_t kRows = 16;
+constexpr int64_t kRows = 16, kMostRows = 256;  // of a group; of a task: the more share a panel, the less its unpacking costs
 
 struct TileConfig {  // what LDTILECFG reads
     uint8_t palette = 1, start_row = 0, reserved[14] = {};

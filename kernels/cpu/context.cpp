@@ -14,8 +14,8 @@ namespace qforge {
 namespace {
 
 // Rows of a task: whole register tiles, of so many rows, in nearly equal tasks
-int64_t whole_chunks(int64_t rows, int64_t tile_rows) {
-    const int64_t chunks = std::max<int64_t>(1, (rows + kRowChunk - 1) / kRowChunk);
+int64_t whole_chunks(int64_t rows, int64_t tile_rows, int64_t most) {
+    const int64_t chunks = std::max<int64_t>(1, (rows + most - 1) / most);
     return std::max<int64_t>(1, ((rows + chunks - 1) / chunks + tile_rows - 1) / tile_rows) * tile_rows;
 }
 
@@ -100,16 +100,16 @@ void Context::split_product(const Weight &weight, int64_t rows, const Cut &cut, 
 Context::Cut Context::cut_panels(const Weight &weight, int64_t rows) const {
     if (rows <= 2 * kFewRows)  // twice through packed weights is still faster than a panel that only 8 rows share: 1060 against 1220 us at 2048 x 2048
         return {rows <= kFewRows ? rows : (rows + 1) / 2, std::max<int64_t>(2, weight.tiles() / (threads() * 16) / 2 * 2)};
-    return {whole_chunks(rows, 6), kWideTiles};
+    return {whole_chunks(rows, 6, kRowChunk), kWideTiles};
 }
 
 // Tasks of products that go over strips of packed weights.
-Context::Cut Context::cut_strips(const Weight &weight, int64_t rows, int64_t tile_rows) const {
+Context::Cut Context::cut_strips(const Weight &weight, int64_t rows, int64_t tile_rows, int64_t most_rows) const {
     if (rows <= kFewRows)  // long tasks, which memory feeds as one stream
         return {kFewRows, std::max<int64_t>(kWideTiles, weight.tiles() / (threads() * 16) / kWideTiles * kWideTiles)};
     // Where rows make one task a strip, and strips are so few that threads share them unevenly (36 tiles by fours are 9 tasks for two), strips are halved.
-    const bool few_tasks = rows <= kRowChunk && weight.tiles() < 32 * threads();
-    return {whole_chunks(rows, tile_rows), few_tasks ? kWideTiles / 2 : kWideTiles};
+    const bool few_tasks = rows <= most_rows && weight.tiles() < 32 * threads();
+    return {whole_chunks(rows, tile_rows, most_rows), few_tasks ? kWideTiles / 2 : kWideTiles};
 }
 
 void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride) {
@@ -134,7 +134,7 @@ void Context::linear_blockwise(const Weight &weight, const float *x, int64_t row
     const RoundedBlocks rounded{segment_codes_.data(), segment_scales_.data(), block_sums_.data(), group_scales_.data(), segment_offsets_.data()};
     split_rows(rows, 1 + 8192 / weight.inputs(), [&](int64_t first, int64_t end) { blockwise_->round_rows(weight, x, x_stride, rounded, first, end); });
     if (blockwise_->scratch_bytes) grow_scratch(blockwise_->scratch_bytes(weight));
-    split_product(weight, rows, cut_strips(weight, rows, blockwise_->tile_rows), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
+    split_product(weight, rows, cut_strips(weight, rows, blockwise_->tile_rows, blockwise_->most_rows), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
         blockwise_->piece({&weight, rounded, y, y_stride, row, row_end, tile, tile_end}, scratch_[thread].get());
     });
 }
@@ -148,7 +148,7 @@ void Context::linear_int8(const Weight &weight, const float *x, int64_t rows, in
     const RoundedRows rounded{x, x_stride, weight.inputs(), static_scale, run, codes_.data(), row_scales_.data(), code_sums_.data()};
     split_rows(rows, 1 + 8192 / weight.inputs(), [&](int64_t first, int64_t end) { integer_->round_rows(rounded, first, end); });
     if (integer_->scratch_bytes) grow_scratch(integer_->scratch_bytes(weight));
-    const Cut cut = integer_->panels ? cut_panels(weight, rows) : cut_strips(weight, rows, integer_->tile_rows);
+    const Cut cut = integer_->panels ? cut_panels(weight, rows) : cut_strips(weight, rows, integer_->tile_rows, integer_->most_rows);
     split_product(weight, rows, cut, [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
         integer_->piece({&weight, codes_.data(), row_scales_.data(), code_sums_.data(), y, y_stride, row, row_end, tile, tile_end}, scratch_[thread].get());
     });

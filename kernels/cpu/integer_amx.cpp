@@ -73,6 +73,6 @@ void piece(const IntegerPiece &p, void *scratch) {
 
 }  // namespace
 
-const IntegerFunctions integer_amx = {integer_avx512_vnni.round_rows, piece, kRows, panel_bytes, false, 1};
+const IntegerFunctions integer_amx = {integer_avx512_vnni.round_rows, piece, kRows, kMostRows, panel_bytes, false, 1};
 
 }  // namespace qforge

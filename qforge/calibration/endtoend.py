@@ -1,4 +1,5 @@
 """Scales of all linears tuned together, codes as they are: by gradients of the KL divergence of the original's predictions from the quantized model's, over the calibration text.
+Where a scheme rounds activations, the model that is tuned does.
 
 The second phase of EfficientQAT (Chen et al., arXiv 2407.11062), with the original's distribution in the place of the text's next tokens. Scales are few: what they learn holds on
 other text, where codes that move together overfit or scatter (docs/log.md).
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from qforge import numerics
-from qforge.calibration.gradients import CHUNK, Logits, head
+from qforge.calibration.gradients import CHUNK, Logits, head, straight_through
 from qforge.calibration.precision import fast_products
 from qforge.calibration.room import Kept, Room
 from qforge.methods import refine
@@ -142,6 +143,9 @@ def _student(
                 if q is not None and refine.applies(q.scheme) and q.group_index is None:
                     tuned[name] = _Tuned(module, q, torch.zeros_like(q.scales, dtype=torch.float32))
                     tuned[name].put()
+                rounding = None if q is None else numerics.input_rounding(q.scheme, q.input_scale)
+                if rounding is not None:
+                    stack.callback(module.register_forward_pre_hook(straight_through(rounding)).remove)
         yield modules, tuned
 
 

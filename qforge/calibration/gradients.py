@@ -21,6 +21,7 @@ from qforge.progress import Progress
 
 CHUNK = 128  # positions whose logits exist at once
 Watch = Callable[[str, torch.Tensor], None]
+Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Logits(Protocol):
@@ -28,6 +29,11 @@ class Logits(Protocol):
 
     def __call__(self, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[N, V]` of hidden states `[N, D]`; those of these token ids `[K]` alone, `[N, K]`."""
+
+
+def straight_through(rounding: Rounding) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
+    """A hook that rounds a linear's input; gradients pass as if it did not (arXiv 1308.3432)."""
+    return lambda module, args: (args[0] + (rounding(args[0]) - args[0]).detach(), *args[1:])
 
 
 def forwards(blocks: BlockModel, room: Room, batches: Sequence[torch.Tensor], progress: Progress) -> tuple[list[list[Kept]], list[torch.Tensor]]:

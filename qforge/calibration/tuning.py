@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from qforge import numerics
+from qforge.calibration.gradients import Rounding, straight_through
 from qforge.calibration.room import Kept, Room
 from qforge.methods import BlockTuner, Options
 from qforge.models.blocks import BlockModel
@@ -20,7 +21,6 @@ from qforge.qlinear import QuantizedLinear
 from qforge.types import LayerResult
 
 STEP_TOKENS = 1024  # of one gradient
-Rounding = Callable[[torch.Tensor], torch.Tensor]
 Done = Mapping[str, tuple[QuantizedLinear, LayerResult]]
 
 
@@ -108,7 +108,7 @@ class TunedBlock:
 
     @contextlib.contextmanager
     def _rounding(self) -> Iterator[None]:
-        handles = [self.linears[name].register_forward_pre_hook(_through(rounding)) for name, rounding in self.roundings.items()]
+        handles = [self.linears[name].register_forward_pre_hook(straight_through(rounding)) for name, rounding in self.roundings.items()]
         try:
             yield
         finally:
@@ -133,8 +133,3 @@ def step_rows(windows: int, tokens: int) -> list[slice]:
     """How a batch of so many windows is cut for gradients."""
     size = max(1, STEP_TOKENS // tokens)
     return [slice(start, min(start + size, windows)) for start in range(0, windows, size)]
-
-
-def _through(rounding: Rounding) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
-    """Rounds an input; gradients pass as if it did not."""
-    return lambda module, args: (args[0] + (rounding(args[0]) - args[0]).detach(), *args[1:])

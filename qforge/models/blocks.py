@@ -25,7 +25,7 @@ from qforge.models import experts
 from qforge.models.key_values import Passing, rounded_cache
 from qforge.models.model import Model
 
-_CACHE = "past_key_values"
+_CACHES = ("cache", "past_key_values")  # what blocks call a cache of keys and values: since transformers 5.24, and before
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -151,19 +151,19 @@ class BlockModel:
         if cache is None and scales is not None:
             cache = rounded_cache(scales)
         with torch.set_grad_enabled(gradients):
-            out = module(hidden, *call.args, **(call.kwargs if cache is None else call.kwargs | {_CACHE: cache}))
+            out = module(hidden, *call.args, **(call.kwargs if cache is None else call.kwargs | {_cache_argument(module): cache}))
         result: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return result
 
     def caches(self) -> bool:
         """Whether all blocks take a cache of keys and values as transformers 5 gives it."""
-        return all(_takes_cache(block) for block in self._blocks)
+        return all(_cache_argument(block) for block in self._blocks)
 
     def caching(self) -> list[str]:
         """Full names of the modules that store keys and values, as the code says: those of a block that take a cache, and have no such module in them."""
         found = []
         for block, prefix in zip(self._blocks, self.block_names, strict=True):
-            names = [name for name, module in block.named_modules() if name and _takes_cache(module)]
+            names = [name for name, module in block.named_modules() if name and _cache_argument(module)]
             found += [f"{prefix}.{name}" for name in names if not any(other.startswith(f"{name}.") for other in names)]
         return found
 
@@ -314,8 +314,10 @@ def _hook(rounding: Rounding) -> Callable[[nn.Module, tuple[torch.Tensor, ...]],
     return lambda module, args: (rounding(args[0]), *args[1:])
 
 
-def _takes_cache(module: nn.Module) -> bool:
-    return _CACHE in inspect.signature(type(module).forward).parameters
+def _cache_argument(module: nn.Module) -> str:
+    """Empty where it takes none."""
+    taken = inspect.signature(type(module).forward).parameters
+    return next((name for name in _CACHES if name in taken), "")
 
 
 def _persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -45,7 +45,7 @@ struct BlockwisePiece {
 struct BlockwiseFunctions {
     void (*round_rows)(const Weight &weight, const float *x, int64_t x_stride, const RoundedBlocks &rounded, int64_t row, int64_t row_end);
     void (*piece)(const BlockwisePiece &piece, void *scratch);  // scratch: scratch_bytes(weight) bytes, 64-byte aligned, the thread's own
-    int64_t tile_rows;                                          // rows that a task should have, or a multiple
+    int64_t tile_rows, most_rows;                               // rows that a task should have, or a multiple, up to so many
     int64_t (*scratch_bytes)(const Weight &weight);             // null: none
 };
 

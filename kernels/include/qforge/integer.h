@@ -39,7 +39,7 @@ struct IntegerPiece {
 struct IntegerFunctions {
     void (*round_rows)(const RoundedRows &rows, int64_t first, int64_t end);
     void (*piece)(const IntegerPiece &piece, void *scratch);
-    int64_t tile_rows;                           // as in BlockwiseFunctions
+    int64_t tile_rows, most_rows;  // this and the next as in BlockwiseFunctions
     int64_t (*scratch_bytes)(const Weight &weight);
     bool panels;  // up to 8 rows are better cut as those of products in fp32 (Context::cut_panels)
     int code_bytes;

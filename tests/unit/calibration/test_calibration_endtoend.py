@@ -39,7 +39,9 @@ def rounded(blocks: BlockModel, folder: Path, text: str) -> dict[str, QuantizedL
 def with_weights(folder: Path, linears: dict[str, QuantizedLinear], dtype: torch.dtype) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     for name, q in linears.items():
-        model.get_submodule(name).weight.data = numerics.dequantize(q).to(dtype)
+        linear = model.get_submodule(name)
+        linear.weight.data = numerics.dequantize(q).to(dtype)
+        linear.register_forward_pre_hook(lambda _, args, scheme=q.scheme: args[0] + (numerics.quantize_activations(args[0].detach().float(), scheme) - args[0]).detach())
     return model
 
 
@@ -53,12 +55,15 @@ def divergence(folder: Path, linears: dict[str, QuantizedLinear], ids: torch.Ten
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
-@pytest.mark.parametrize(("text", "step"), [("int4-g32-asym", 1), ("int4-g32-asym", 3), ("int3-channel-sym", 1), ("fp8-e4m3-channel", 1), ("nf4-g32@f32", 2)])
+@pytest.mark.parametrize(
+    ("text", "step"), [("int4-g32-asym", 1), ("int4-g32-asym", 3), ("int3-channel-sym", 1), ("fp8-e4m3-channel", 1), ("nf4-g32@f32", 2), ("fp8-e4m3-channel+fp8-e4m3-token", 1)]
+)
 def test_gradients_by_scales_equal_autograd_over_the_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, text: str, step: int) -> None:
     monkeypatch.setattr(native, "has_bf16_products", lambda: False)
     tiny.make(tmp_path, family)
     blocks, ids = BlockModel(open_model(str(tmp_path))), windows(3, 1)
     linears = rounded(blocks, tmp_path, text)
+    near = 1e-2 if "+" in text else 1e-3  # an activation halfway between two codes goes either way
     wanted, theirs = divergence(tmp_path, linears, ids, step=step)
     wanted.backward()
     inputs = [Room().keep(h) for h in blocks.embed([ids])]
@@ -70,14 +75,14 @@ def test_gradients_by_scales_equal_autograd_over_the_whole_model(tmp_path: Path,
         for name, linear in tuned.items():
             expected = theirs.get_submodule(name).weight.grad
             assert linear.module.weight.grad is not None
-            assert (linear.module.weight.grad - expected).norm() < 1e-3 * expected.norm(), name
+            assert (linear.module.weight.grad - expected).norm() < near * expected.norm(), name
             q = linear.start
             numbers = q.codes.double() if q.scheme.number.is_int else numerics.decode(q.codes, torch.ones(()), None, q.scheme).double()
             steps = numbers - (0 if q.zeros is None else numerics.expand(q.zeros, q.scheme, q.out_features, q.in_features).double())
             by_scale = (expected * steps).view(*q.scales.shape, -1).sum(-1) * q.scales.double()
             linear.move(1, 0.0)
-            assert (linear.mean / (1 - endtoend.MOMENTS[0]) - by_scale).norm() < 1e-3 * by_scale.norm(), name
-    assert found == pytest.approx(wanted.item(), rel=1e-4)
+            assert (linear.mean / (1 - endtoend.MOMENTS[0]) - by_scale).norm() < near * by_scale.norm(), name
+    assert found == pytest.approx(wanted.item(), rel=near / 10)
 
 
 def test_a_head_that_is_no_plain_linear_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +189,6 @@ def test_a_run_tunes_scales_alone_and_takes_them_up_again(tmp_path: Path) -> Non
     ("method", "scheme", "message"),
     [
         ("rtn", "int4-g32-sym", "method rtn takes none"),
-        ("gptq", "w8a8-int8", "unrounded activations"),
         ("gptq", "nvfp4", "is for one scale .* for each output channel or group"),
         ("gptq", "mxfp4", "no power of two"),
     ],

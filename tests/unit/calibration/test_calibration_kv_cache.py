@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def measured(folder: Path, piece: Piece | None = None, batch_tokens: int = 100) 
 def held(theirs: PreTrainedModel) -> list[tuple[float, float]]:
     """The largest key and value of each layer in transformers' cache, divided by the largest number of E4M3."""
     cache = DynamicCache()
-    theirs(WINDOWS, past_key_values=cache)
+    theirs(WINDOWS, **{next(n for n in ("cache", "past_key_values") if n in inspect.signature(theirs.forward).parameters): cache})  # since transformers 5.24, and before
     return [(float(layer.keys.abs().max()) / 448, float(layer.values.abs().max()) / 448) for layer in cache.layers]
 
 

@@ -32,7 +32,7 @@ PEER = "llmcompressor"
 METHODS = ("rtn", "gptq", "smoothquant", "smoothquant+gptq")
 RUNS = {
     "w8a8-int8": {PEER: METHODS, OURS: METHODS},
-    "fp8-dynamic": {PEER: ("rtn",), OURS: ("rtn", "gptq")},
+    "fp8-dynamic": {PEER: ("rtn",), OURS: ("rtn", "gptq", "gptq/tune=20")},
 }
 RESULT = {OURS: "run", PEER: "checkpoint"}  # where a run leaves what is executed
 INTRODUCTION = "Eight bits on both sides, executed: ours on our runtime, the others' checkpoints in transformers, each rounding activations as its scheme says."
@@ -70,7 +70,7 @@ def main() -> int:
     model = open_model(str(merged))
     tokens = gather(model, args.out, args.calibration, args.samples, args.length, args.text, args.window, args.windows)
     tools = others.Tools(args.tools.absolute(), args.envs.absolute())
-    jobs = [Run(tool, method, scheme, 8, 0) for scheme, found in RUNS.items() for tool, methods in found.items() for method in methods if method in args.methods]
+    jobs = [run(tool, text, scheme) for scheme, found in RUNS.items() for tool, texts in found.items() for text in texts if text.partition("/")[0] in args.methods]
     failures = [failure for job in jobs if (failure := execute(job, merged, model.fingerprint(), tokens, tools, args.out / job.folder, args.reuse))]
     original = Original(model)
     rows = [row(job, args.out / job.folder, original, tokens) for job in jobs if (args.out / job.folder / kept.KEY).is_file()]
@@ -81,6 +81,12 @@ def main() -> int:
         (folder / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
         (folder / f"{stem}.md").write_text(page(content, text))
     return 1 if failures else 0
+
+
+def run(tool: str, text: str, scheme: str) -> Run:
+    """Of a method, and options of the recipe behind slashes."""
+    method, *settings = text.split("/")
+    return Run(tool, method, scheme, 8, 0, tuple((key, int(value)) for key, _, value in (s.partition("=") for s in settings)))
 
 
 def arguments() -> argparse.Namespace:
@@ -133,6 +139,7 @@ def row(job: Run, folder: Path, original: Original, tokens: Tokens) -> dict[str,
     return {
         "tool": job.tool,
         "method": job.method,
+        "name": job.name,
         "scheme": job.scheme,
         "engine": figures["engine"],
         "kl": figures["kl_mean"],
@@ -148,7 +155,7 @@ def row(job: Run, folder: Path, original: Original, tokens: Tokens) -> dict[str,
 def main_table(rows: list[dict[str, Any]]) -> str:
     """All runs, scheme by scheme, the lowest divergence first."""
     lines = [
-        f"| {r['tool']}:{r['method']} | {r['scheme']} | {r['kl']:.4f} | {r['kl_ci95'][0]:.4f}-{r['kl_ci95'][1]:.4f} | {r['perplexity']:.3f} "
+        f"| {r['name']} | {r['scheme']} | {r['kl']:.4f} | {r['kl_ci95'][0]:.4f}-{r['kl_ci95'][1]:.4f} | {r['perplexity']:.3f} "
         f"| {r['perplexity'] / r['original']:.4f} | {r['top1']:.3f} | {r['seconds']:.1f} |"
         for r in sorted(rows, key=lambda r: (r["scheme"], r["kl"]))
     ]
@@ -162,7 +169,7 @@ def ratio_table(rows: list[dict[str, Any]]) -> str:
         found = [[row for row in rows if row["scheme"] == scheme and (row["tool"] == OURS) is own] for own in (True, False)]
         if all(found):
             best, rival = (min(of_one, key=lambda row: float(row["kl"])) for of_one in found)
-            lines.append(f"| {scheme} | {best['method']} | {rival['method']} | {best['kl'] / rival['kl']:.2f} | {best['seconds'] / rival['seconds']:.2f} |")
+            lines.append(f"| {scheme} | {best['name']} | {rival['name']} | {best['kl'] / rival['kl']:.2f} | {best['seconds'] / rival['seconds']:.2f} |")
     head = f"| scheme | our best | {PEER}'s best | KL | seconds |"
     return "\n".join([head, "|---" * 5 + "|", *lines]) if lines else ""
 

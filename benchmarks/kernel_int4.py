@@ -65,6 +65,7 @@ def measure(size: int, threads: int, library: str | None) -> list[dict[str, Any]
     best: dict[tuple[str, int], float] = dict.fromkeys(calls, float("inf"))
     for _ in range(ROUNDS):  # in turn, so that what disturbs the machine disturbs all
         for key, (run, n) in calls.items():
+            time.sleep(0.02)  # until threads that the arm before it left spinning rest: OpenMP's took a quarter from the first one
             best[key] = min(best[key], _timed(run) / n)
     own_bytes = {True: size * size // 32 * 18, False: own}
     return [

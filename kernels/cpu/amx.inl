@@ -27,7 +27,7 @@ class Tiles {
 // Of so many rows, those that groups of 16 take: up to 7 more than whole groups are faster without.
 inline int64_t rows_of_groups(int64_t rows) { return rows % kRows < 8 ? rows / kRows * kRows : rows; }
 
-// Calls run(first row, how many) for groups of 16. Tiles are always whole: after the last row, codes of 15 more can be read.
+// Calls run(first row, how many) for groups of 16. Tiles are always whole: of up to 15 rows after the last one, what is multiplied with can be read.
 template <typename F>
 void for_groups(int64_t row, int64_t row_end, const F &run) {
     asm volatile("" ::: "memory");  // a panel is written before: GCC does not know that loads of tiles read it

@@ -122,6 +122,6 @@ void piece(const BlockwisePiece &p, void *scratch) {
 
 }  // namespace
 
-const BlockwiseFunctions blockwise_amx = {round_rows, piece, kRows, kMostRows, panel_bytes};
+constinit const BlockwiseFunctions blockwise_amx = {round_rows, piece, kRows, kMostRows, panel_bytes};
 
 }  // namespace qforge

@@ -58,6 +58,6 @@ struct V : V256 {
 
 namespace qforge {
 
-const BlockwiseFunctions blockwise_avx2 = {round_rows, piece, 12, kRowChunk, nullptr};
+constinit const BlockwiseFunctions blockwise_avx2 = {round_rows, piece, 12, kRowChunk, nullptr};
 
 }  // namespace qforge

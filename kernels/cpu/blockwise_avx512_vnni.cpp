@@ -35,6 +35,6 @@ inline CodeSums round_segment(const float *x, int64_t inputs, float inverse, int
 
 namespace qforge {
 
-const BlockwiseFunctions blockwise_avx512_vnni = {round_rows, piece, 12, kRowChunk, nullptr};
+constinit const BlockwiseFunctions blockwise_avx512_vnni = {round_rows, piece, 12, kRowChunk, nullptr};
 
 }  // namespace qforge

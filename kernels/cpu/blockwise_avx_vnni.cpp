@@ -30,6 +30,6 @@ struct V : V256 {
 
 namespace qforge {
 
-const BlockwiseFunctions blockwise_avx_vnni = {round_rows, piece, 12, kRowChunk, nullptr};
+constinit const BlockwiseFunctions blockwise_avx_vnni = {round_rows, piece, 12, kRowChunk, nullptr};
 
 }  // namespace qforge

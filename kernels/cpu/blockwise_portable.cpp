@@ -94,6 +94,6 @@ void piece(const BlockwisePiece &p, void *) {
 
 }  // namespace
 
-const BlockwiseFunctions blockwise_portable = {round_rows, piece, 1, kRowChunk, nullptr};
+constinit const BlockwiseFunctions blockwise_portable = {round_rows, piece, 1, kRowChunk, nullptr};
 
 }  // namespace qforge

@@ -96,7 +96,7 @@ void Context::split_product(const Weight &weight, int64_t rows, const Cut &cut, 
         &job);
 }
 
-// Tasks of products that unpack blocks into panels where there are many rows; scratch_floats: what each thread needs for those.
+// Tasks of products that unpack blocks into panels where there are many rows.
 Context::Cut Context::cut_panels(const Weight &weight, int64_t rows) const {
     if (rows <= 2 * kFewRows)  // twice through packed weights is still faster than a panel that only 8 rows share: 1060 against 1220 us at 2048 x 2048
         return {rows <= kFewRows ? rows : (rows + 1) / 2, std::max<int64_t>(2, weight.tiles() / (threads() * 16) / 2 * 2)};

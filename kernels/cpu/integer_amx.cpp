@@ -60,6 +60,8 @@ void all_rows(const IntegerPiece &p, int8_t *panel) {
     }
 }
 
+void round_rows(const RoundedRows &rows, int64_t first, int64_t end) { integer_avx512_vnni.round_rows(rows, first, end); }
+
 void piece(const IntegerPiece &p, void *scratch) {
     const Weight &w = *p.weight;
     const int64_t rows = p.row_end - p.row, run = w.run * w.block_k;
@@ -73,6 +75,6 @@ void piece(const IntegerPiece &p, void *scratch) {
 
 }  // namespace
 
-const IntegerFunctions integer_amx = {integer_avx512_vnni.round_rows, piece, kRows, kMostRows, panel_bytes, false, 1};
+constinit const IntegerFunctions integer_amx = {round_rows, piece, kRows, kMostRows, panel_bytes, false, 1};
 
 }  // namespace qforge

@@ -270,6 +270,6 @@ void piece(const IntegerPiece &p, void *scratch) {
 
 }  // namespace
 
-const IntegerFunctions integer_avx2 = {round_rows, piece, 6, kRowChunk, scratch_bytes, true, 2};
+constinit const IntegerFunctions integer_avx2 = {round_rows, piece, 6, kRowChunk, scratch_bytes, true, 2};
 
 }  // namespace qforge

@@ -106,6 +106,6 @@ void piece(const IntegerPiece &p, void *) { p.weight->format == Format::INT4 ? a
 
 }  // namespace
 
-const IntegerFunctions integer_avx512_vnni = {round_rows, piece, 12, kRowChunk, nullptr, false, 1};
+constinit const IntegerFunctions integer_avx512_vnni = {round_rows, piece, 12, kRowChunk, nullptr, false, 1};
 
 }  // namespace qforge

@@ -61,6 +61,6 @@ void piece(const IntegerPiece &p, void *) {
 
 }  // namespace
 
-const IntegerFunctions integer_portable = {round_rows, piece, 1, kRowChunk, nullptr, false, 2};
+constinit const IntegerFunctions integer_portable = {round_rows, piece, 1, kRowChunk, nullptr, false, 2};
 
 }  // namespace qforge

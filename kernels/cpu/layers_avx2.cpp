@@ -55,6 +55,6 @@ struct Bf16Dots {
 
 }  // namespace
 
-const LayerFunctions layers_avx2{norm, residual, gate, rotate_and_store, clear_after, attend};
+constinit const LayerFunctions layers_avx2{norm, residual, gate, rotate_and_store, clear_after, attend};
 
 }  // namespace qforge

@@ -36,6 +36,6 @@ struct Bf16Dots {
 
 }  // namespace
 
-const LayerFunctions layers_avx512{norm, residual, gate, rotate_and_store, clear_after, attend};
+constinit const LayerFunctions layers_avx512{norm, residual, gate, rotate_and_store, clear_after, attend};
 
 }  // namespace qforge

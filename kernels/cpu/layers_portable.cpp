@@ -100,6 +100,6 @@ struct Bf16Dots {
 
 }  // namespace
 
-const LayerFunctions layers_portable{norm, residual, gate, rotate_and_store, clear_after, attend};
+constinit const LayerFunctions layers_portable{norm, residual, gate, rotate_and_store, clear_after, attend};
 
 }  // namespace qforge

@@ -136,7 +136,7 @@ def _student(
     with contextlib.ExitStack() as stack:
         modules, tuned = [], {}
         for index in range(blocks.num_blocks):
-            modules.append(stack.enter_context(blocks.block(index, stored)))
+            modules.append(stack.enter_context(blocks.block(index, stored, lambda name: None)))
             stack.enter_context(fast_products(modules[-1]))
             for name, module in blocks.linears(index).items():
                 q = linears.get(name)

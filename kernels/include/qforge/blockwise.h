@@ -27,11 +27,11 @@ struct CodeSums {  // of a segment
     int32_t all, high;  // of codes; of their high bytes, or of codes where they have one byte
 };
 
-struct RoundedBlocks {
+struct RoundedBlocks {  // codes, sums and group_scales can be read up to whole groups of 16 rows, where a task begins
     int8_t *codes;     // [rows][limbs][inputs()], the high byte first
     float *scales;     // [rows][blocks][segments_of_block]
     float *sums;       // [rows][blocks], where zero points differ
-    float *group_scales;  // [rows / 16][blocks][segments_of_block][16]: scales once more, for tiles of 16 rows
+    float *group_scales;  // [(rows + 15) / 16][blocks][segments_of_block][16]: scales once more, for tiles of 16 rows
     int32_t *offsets;  // [rows][blocks][segments_of_block][limbs]: - zero * sum of those bytes, where there is one zero point
 };
 

@@ -41,7 +41,7 @@ struct IntegerFunctions {
     void (*piece)(const IntegerPiece &piece, void *scratch);
     int64_t tile_rows, most_rows;  // this and the next as in BlockwiseFunctions
     int64_t (*scratch_bytes)(const Weight &weight);
-    bool panels;  // up to 8 rows are better cut as those of products in fp32 (Context::cut_panels)
+    bool panels;  // cut as products in fp32 are (Context::cut_panels), whatever tile_rows and most_rows say
     int code_bytes;
 };
 

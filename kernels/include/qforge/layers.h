@@ -10,7 +10,7 @@
 //   key_scales, value_scales [blocks][kv_heads][block_size]    int8, and fp8 without calibrated scales: each key and value has one of its own, its largest magnitude / 127 or 448
 //
 // Sums are ordered by place in the row and by absolute position in the sequence, never by how a step was cut: results are equal bit for bit
-// whatever else is in the step, however a prompt is cut into steps, and wherever the blocks lie. What a mask hides adds exactly zero.
+// whatever else is in the step, however a prompt is cut into steps, and wherever the blocks lie. What a mask hides adds exactly zero (finite values; in int8 any).
 #pragma once
 
 #include <cstdint>

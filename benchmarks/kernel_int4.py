@@ -28,7 +28,7 @@ from qforge.scheme import parse
 
 ROWS = (1, 8, 32, 128)
 COLD_BYTES = 128 << 20
-ROUNDS = 7
+ROUNDS = 15
 
 
 def kernels() -> Iterator[tuple[str, str, NativeRounded | NativeKernel]]:
@@ -64,8 +64,8 @@ def measure(size: int, threads: int, library: str | None) -> list[dict[str, Any]
             calls[f"llama.cpp Q4_0 repacked ({' '.join(ggml.features())})", rows] = (run, n)
     best: dict[tuple[str, int], float] = dict.fromkeys(calls, float("inf"))
     for _ in range(ROUNDS):  # in turn, so that what disturbs the machine disturbs all
+        time.sleep(0.3)  # until the threads that llama.cpp left spinning rest: they took a quarter from the first arm
         for key, (run, n) in calls.items():
-            time.sleep(0.02)  # until threads that the arm before it left spinning rest: OpenMP's took a quarter from the first one
             best[key] = min(best[key], _timed(run) / n)
     own_bytes = {True: size * size // 32 * 18, False: own}
     return [

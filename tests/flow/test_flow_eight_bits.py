@@ -55,6 +55,6 @@ def test_a_checkpoint_that_rounds_no_activations_is_refused(tmp_path: Path) -> N
 
 def test_the_best_of_each_tool_are_compared_scheme_by_scheme() -> None:
     found = [("ours", "rtn", 0.004, 1.0), ("ours", "gptq", 0.002, 6.0), ("llmcompressor", "rtn", 0.008, 2.0), ("llmcompressor", "gptq", 0.004, 12.0)]
-    rows = [{"tool": t, "method": m, "scheme": scheme, "kl": kl, "seconds": s} for scheme in vs_eight_bits.RUNS for t, m, kl, s in found]
-    assert vs_eight_bits.ratio_table(rows).splitlines()[2:] == [f"| {scheme} | gptq | gptq | 0.50 | 0.50 |" for scheme in vs_eight_bits.RUNS]
+    rows = [{"tool": t, "method": m, "name": f"{t}:{m}", "scheme": scheme, "kl": kl, "seconds": s} for scheme in vs_eight_bits.RUNS for t, m, kl, s in found]
+    assert vs_eight_bits.ratio_table(rows).splitlines()[2:] == [f"| {scheme} | ours:gptq | llmcompressor:gptq | 0.50 | 0.50 |" for scheme in vs_eight_bits.RUNS]
     assert vs_eight_bits.ratio_table(rows[:2]) == ""

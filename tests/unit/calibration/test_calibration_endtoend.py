@@ -169,11 +169,12 @@ evaluate: null
     return path
 
 
-def test_a_run_tunes_scales_alone_and_takes_them_up_again(tmp_path: Path) -> None:
-    qforge.quantize(recipe(tmp_path, "{}"), out=tmp_path / "plain")
-    first = qforge.quantize(recipe(tmp_path, "{tune: 3}"), out=tmp_path / "tuned")
-    again = qforge.quantize(recipe(tmp_path, "{tune: 3}"), out=tmp_path / "tuned")
-    other = qforge.quantize(recipe(tmp_path, "{tune: 3}"), out=tmp_path / "other")
+@pytest.mark.parametrize("scheme", ["int4-g32-sym", "fp8-dynamic"])
+def test_a_run_tunes_scales_alone_and_takes_them_up_again(tmp_path: Path, scheme: str) -> None:
+    qforge.quantize(recipe(tmp_path, "{}", scheme=scheme), out=tmp_path / "plain")
+    first = qforge.quantize(recipe(tmp_path, "{tune: 3}", scheme=scheme), out=tmp_path / "tuned")
+    again = qforge.quantize(recipe(tmp_path, "{tune: 3}", scheme=scheme), out=tmp_path / "tuned")
+    other = qforge.quantize(recipe(tmp_path, "{tune: 3}", scheme=scheme), out=tmp_path / "other")
     assert again.work["computed"] == 0
     assert first.artifact["sha256"] == again.artifact["sha256"] == other.artifact["sha256"]
     plain, tuned = (open_model(str(tmp_path / name / "model")) for name in ("plain", "tuned"))

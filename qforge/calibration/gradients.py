@@ -16,12 +16,11 @@ from torch import nn
 
 from qforge.calibration.precision import factor, fast_products, multiply
 from qforge.calibration.room import Kept, Room
-from qforge.models.blocks import BlockModel
+from qforge.models.blocks import BlockModel, Rounding
 from qforge.progress import Progress
 
 CHUNK = 128  # positions whose logits exist at once
 Watch = Callable[[str, torch.Tensor], None]
-Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Logits(Protocol):

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from qforge import numerics
-from qforge.calibration.gradients import Rounding, straight_through
+from qforge.calibration.gradients import straight_through
 from qforge.calibration.room import Kept, Room
 from qforge.methods import BlockTuner, Options
-from qforge.models.blocks import BlockModel
+from qforge.models.blocks import BlockModel, Rounding
 from qforge.qlinear import QuantizedLinear
 from qforge.types import LayerResult
 

@@ -28,11 +28,11 @@ struct CodeSums {  // of a segment
 };
 
 struct RoundedBlocks {  // codes, sums and group_scales can be read up to whole groups of 16 rows, where a task begins
-    int8_t *codes;     // [rows][limbs][inputs()], the high byte first
-    float *scales;     // [rows][blocks][segments_of_block]
-    float *sums;       // [rows][blocks], where zero points differ
+    int8_t *codes;        // [rows][limbs][inputs()], the high byte first
+    float *scales;        // [rows][blocks][segments_of_block]
+    float *sums;          // [rows][blocks], where zero points differ
     float *group_scales;  // [(rows + 15) / 16][blocks][segments_of_block][16]: scales once more, for tiles of 16 rows
-    int32_t *offsets;  // [rows][blocks][segments_of_block][limbs]: - zero * sum of those bytes, where there is one zero point
+    int32_t *offsets;     // [rows][blocks][segments_of_block][limbs]: - zero * sum of those bytes, where there is one zero point
 };
 
 struct BlockwisePiece {

@@ -65,15 +65,15 @@ NB_MODULE(_native, m) {
     nb::class_<Cache>(m, "Cache")
         .def(
             "__init__",
-            [](Cache *self, CacheType type, uintptr_t keys, uintptr_t values, uintptr_t key_scales, uintptr_t value_scales, int64_t kv_heads, int64_t head_dim, int64_t value_dim,
-               int64_t block_size, float key_scale, float value_scale) {
+            [](Cache *self, CacheType type, uintptr_t memory, int64_t block_bytes, int64_t kv_heads, int64_t head_dim, int64_t block_size, bool scaled, float key_scale,
+               float value_scale) {
                 if (type == CacheType::I8 && head_dim > qforge::kLongestIntegerHead) throw std::invalid_argument("a cache in int8 holds heads of at most 512 dimensions");
-                new (self) Cache{type,     pointer<void>(keys), pointer<void>(values), pointer<float>(key_scales), pointer<float>(value_scales),
-                                 kv_heads, head_dim,            value_dim,             block_size,                 key_scale,
-                                 value_scale};
+                const Cache cache{type, pointer<char>(memory), block_bytes, kv_heads, head_dim, block_size, scaled, key_scale, value_scale};
+                if (cache.layer_bytes() > block_bytes) throw std::invalid_argument("a block is too small for a layer");
+                new (self) Cache(cache);
             },
-            nb::arg("type"), nb::arg("keys"), nb::arg("values"), nb::arg("key_scales"), nb::arg("value_scales"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("value_dim"),
-            nb::arg("block_size"), nb::arg("key_scale"), nb::arg("value_scale"));
+            nb::arg("type"), nb::arg("memory"), nb::arg("block_bytes"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("block_size"), nb::arg("scaled"), nb::arg("key_scale"),
+            nb::arg("value_scale"));
     nb::class_<Context> context(m, "Context");
     context
         .def(nb::init<int, const std::string &>(), nb::arg("threads"), nb::arg("isa"))

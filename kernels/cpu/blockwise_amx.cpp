@@ -4,6 +4,7 @@
 
 #include "amx.inl"
 #include "qforge/blockwise.h"
+#include "sums_x86.inl"
 
 namespace qforge {
 namespace {
@@ -45,7 +46,7 @@ inline __attribute__((always_inline)) void multiply(bool odd, const int8_t *x, i
 
 // 16 rows x 1 tile, of which `rows` are wanted; S segments of a block at a time: the whole block, or a part of it
 template <int L, bool Z, int S, bool Whole>
-void product(const BlockwisePiece &p, int64_t row, int64_t rows, int64_t tile, const int8_t *panel) {
+void product(const BlockwisePiece &p, int64_t row, int64_t rows, int64_t tile, const int8_t *panel, Ahead &codes_ahead, Ahead &scales_ahead) {
     const Weight &w = *p.weight;
     const int64_t inputs = w.inputs(), of_block = segments_of_block(w), segments = w.blocks * of_block;
     const int8_t *x = p.rounded.codes + row * L * inputs;
@@ -62,6 +63,8 @@ void product(const BlockwisePiece &p, int64_t row, int64_t rows, int64_t tile, c
     };
     begin(0);
     for (int64_t b = 0, segment = 0; b < w.blocks; ++b) {
+        codes_ahead.fetch();
+        scales_ahead.fetch();
         const int64_t first = segment, end = segment + of_block, at = (tile * w.blocks + b) * kTile;
         const __m512 weight_scale = _mm512_loadu_ps(w.scales + at), zeros = Z ? __m512{} : V::zeros(w.zeros + at);
         for (; segment < end; segment += S, scale += S * kRows) {
@@ -90,14 +93,17 @@ void product(const BlockwisePiece &p, int64_t row, int64_t rows, int64_t tile, c
 }
 
 template <int L, bool Z>
-void all_rows(const BlockwisePiece &p, int8_t *panel) {
+void all_groups(const BlockwisePiece &p, int8_t *panel) {
     const Tiles tiles(kConfig);
-    const int64_t segments = segments_of_block(*p.weight);
+    const Weight &w = *p.weight;
+    const int64_t segments = segments_of_block(w);
     const auto part = segments % 2 ? product<L, Z, 1, false> : product<L, Z, 2, false>;
     const auto run = segments == 1 ? product<L, Z, 1, true> : segments == 2 ? product<L, Z, 2, true> : part;
+    const int64_t rows = p.row_end - p.row, groups = (rows + kRows - 1) / kRows;
     for (int64_t tile = p.tile; tile < p.tile_end; ++tile) {
-        unpack(*p.weight, tile, panel);
-        for_groups(p.row, p.row_end, [&](int64_t row, int64_t rows) { run(p, row, rows, tile, panel); });
+        Ahead codes_ahead = codes_after(w, tile, tile + 1, rows, groups), scales_ahead = scales_after(w, tile, tile + 1, rows, groups);
+        unpack(w, tile, panel);
+        for_groups(p.row, p.row_end, [&](int64_t row, int64_t rows) { run(p, row, rows, tile, panel, codes_ahead, scales_ahead); });
     }
 }
 
@@ -115,8 +121,8 @@ void piece(const BlockwisePiece &p, void *scratch) {
     auto *panel = static_cast<int8_t *>(scratch);
     BlockwisePiece groups = p, rest = p;
     groups.row_end = rest.row = p.row + rows_of_groups(rows);
-    if (limbs(w) == 2) w.zero < 0 ? all_rows<2, false>(groups, panel) : all_rows<2, true>(groups, panel);
-    else w.zero < 0 ? all_rows<1, false>(groups, panel) : all_rows<1, true>(groups, panel);
+    if (limbs(w) == 2) w.zero < 0 ? all_groups<2, false>(groups, panel) : all_groups<2, true>(groups, panel);
+    else w.zero < 0 ? all_groups<1, false>(groups, panel) : all_groups<1, true>(groups, panel);
     if (rest.row < rest.row_end) blockwise_avx512_vnni.piece(rest, scratch);
 }
 

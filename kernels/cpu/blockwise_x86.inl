@@ -98,9 +98,8 @@ struct Product {
 
     explicit Product(const BlockwisePiece &piece) : p(piece) {}
     void begin(int64_t strip, int64_t strip_end, int64_t rows, int64_t groups) {
-        const Weight &w = *p.weight;
-        codes_ahead = next_tiles(w, w.codes, w.inputs() / 8 * chunk_bytes(F), strip, strip_end, rows, groups);
-        scales_ahead = next_tiles(w, reinterpret_cast<const uint8_t *>(w.scales), w.blocks * kTile * static_cast<int64_t>(sizeof(float)), strip, strip_end, rows, groups);
+        codes_ahead = codes_after(*p.weight, strip, strip_end, rows, groups);
+        scales_ahead = scales_after(*p.weight, strip, strip_end, rows, groups);
     }
 
     template <int R, int T>

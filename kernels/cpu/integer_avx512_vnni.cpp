@@ -63,7 +63,7 @@ struct Product {
 
     explicit Product(const IntegerPiece &piece) : p(piece) {}
     void begin(int64_t strip, int64_t strip_end, int64_t rows, int64_t groups) {
-        codes_ahead = next_tiles(*p.weight, p.weight->codes, p.weight->inputs() / 8 * chunk_bytes(F), strip, strip_end, rows, groups);
+        codes_ahead = codes_after(*p.weight, strip, strip_end, rows, groups);
     }
 
     template <int R, int T>

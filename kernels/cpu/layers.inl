@@ -1,15 +1,26 @@
-// The functions of layers.h, written once over `Lanes` (8 floats), which the including file defines for its instruction set.
+// The functions of layers.h, written once over `Lanes` (16 floats), which the including file defines for its instruction set.
 // Lanes: load (floats, halves, FP8 codes divided by kFp8), store, set, fma(a, b, c) = a b + c, add, mul, div, max, exp_scale(p, n) = p 2^n for integral n, round,
-//        keep_above(x, limit, y) = x > limit ? y : 0, to_bf16 and to_int16 (8 numbers, ties to even, into 16 bytes). to_half(x): the nearest half, ties to even.
+//        keep_above(x, limit, y) = x > limit ? y : 0, to_bf16 and to_int16 (16 numbers, ties to even, into 32 bytes). to_half(x): the nearest half, ties to even.
 // Also in the including file, both over 16 pairs of columns and one pair of a row, which lies in a float as prepare() packs it; see Fmas for the interface:
-// IntegerDots, exact; Bf16Dots: in fp32, the second product is added first, then the first (as AVX512-BF16 does).
+// kSums: sums over 16 columns that registers hold. IntegerDots, exact; Bf16Dots: in fp32, the second product is added first, then the first (as AVX512-BF16 does).
 
 constexpr float kFp8 = 256.0f;
 
-inline float sum_in_order(const Lanes &a, const Lanes &b) {
-    float v[8];
-    Lanes::add(a, b).store(v);
+constexpr int64_t kLanes = 16;
+
+inline float sum_in_order(const Lanes &a) {
+    float v[kLanes];
+    a.store(v);
+    for (int i = 0; i < 8; ++i) v[i] += v[i + 8];
     return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+}
+
+// The largest of them; NaN is none
+inline float largest_lane(const Lanes &a) {
+    float v[kLanes], largest = -__builtin_inff();
+    a.store(v);
+    for (float x : v) largest = x > largest ? x : largest;
+    return largest;
 }
 
 // e^x to about 1 ulp, exactly 0 below -87; the polynomial is Cephes' expf (S. Moshier)
@@ -29,16 +40,15 @@ inline Lanes exponential(Lanes x) {
 }
 
 void norm_row(const float *x, const float *weight, float *y, int64_t width, float eps) {
-    Lanes a = Lanes::set(0.0f), b = a;
+    Lanes sum = Lanes::set(0.0f);
     int64_t i = 0;
-    for (; i + 16 <= width; i += 16) {
-        const Lanes u = Lanes::load(x + i), v = Lanes::load(x + i + 8);
-        a = Lanes::fma(u, u, a);
-        b = Lanes::fma(v, v, b);
+    for (; i + kLanes <= width; i += kLanes) {
+        const Lanes v = Lanes::load(x + i);
+        sum = Lanes::fma(v, v, sum);
     }
     float rest = 0.0f;
     for (int64_t j = i; j < width; ++j) rest = __builtin_fmaf(x[j], x[j], rest);
-    const float inverse = 1.0f / __builtin_sqrtf((sum_in_order(a, b) + rest) / static_cast<float>(width) + eps);
+    const float inverse = 1.0f / __builtin_sqrtf((sum_in_order(sum) + rest) / static_cast<float>(width) + eps);
     for (int64_t j = 0; j < width; ++j) y[j] = weight[j] * (x[j] * inverse);
 }
 
@@ -73,9 +83,9 @@ void gate(const GateRows &g, int64_t row, int64_t row_end) {
         const float *x = g.x + row * 2 * g.width, *up = x + g.width;
         float *y = g.y + row * g.width;
         int64_t i = 0;
-        for (; i + 8 <= g.width; i += 8) Lanes::mul(activate(g.activation, Lanes::load(x + i)), Lanes::load(up + i)).store(y + i);
+        for (; i + kLanes <= g.width; i += kLanes) Lanes::mul(activate(g.activation, Lanes::load(x + i)), Lanes::load(up + i)).store(y + i);
         if (i < g.width) {
-            float last[8] = {}, result[8];
+            float last[kLanes] = {}, result[kLanes];
             for (int64_t j = i; j < g.width; ++j) last[j - i] = x[j];
             activate(g.activation, Lanes::load(last)).store(result);
             for (int64_t j = i; j < g.width; ++j) y[j] = result[j - i] * up[j];
@@ -118,14 +128,14 @@ inline float largest_of(const float *x, int64_t count) {
     return largest;
 }
 
-// Numbers [count] in place: eight at a time through `pack`, to 16 bits each
+// Numbers [count] in place: sixteen at a time through `pack`, to 16 bits each
 template <typename Pack>
 inline void pack_row(float *x, int64_t count, const Pack &pack) {
     char *to = reinterpret_cast<char *>(x);
     int64_t i = 0;
-    for (; i + 8 <= count; i += 8) pack(Lanes::load(x + i), to + 2 * i);
+    for (; i + kLanes <= count; i += kLanes) pack(Lanes::load(x + i), to + 2 * i);
     if (i == count) return;
-    float last[8] = {};
+    float last[kLanes] = {};
     __builtin_memcpy(last, x + i, static_cast<size_t>(count - i) * sizeof(float));
     pack(Lanes::load(last), last);
     __builtin_memcpy(to + 2 * i, last, static_cast<size_t>(count - i) * 2);
@@ -135,18 +145,12 @@ inline void pack_row(float *x, int64_t count, const Pack &pack) {
 inline float to_codes(float *x, int64_t count, float most) {
     Lanes magnitude = Lanes::set(0.0f), wrong = magnitude;
     int64_t i = 0;
-    for (; i + 8 <= count; i += 8) {
+    for (; i + kLanes <= count; i += kLanes) {
         const Lanes v = Lanes::load(x + i);
         magnitude = Lanes::max(magnitude, Lanes::max(v, Lanes::mul(v, Lanes::set(-1.0f))));
         wrong = Lanes::fma(v, Lanes::set(0.0f), wrong);
     }
-    float v[8], w[8], largest = 0.0f, nan = 0.0f;
-    magnitude.store(v);
-    wrong.store(w);
-    for (int j = 0; j < 8; ++j) {
-        largest = v[j] > largest ? v[j] : largest;
-        nan += w[j];
-    }
+    float largest = largest_lane(magnitude), nan = sum_in_order(wrong);
     for (; i < count; ++i) {
         largest = __builtin_fabsf(x[i]) > largest ? __builtin_fabsf(x[i]) : largest;
         nan += x[i] * 0.0f;
@@ -200,20 +204,34 @@ inline float put(Fp8 *to, const float *from, int64_t d, float scale, Place place
     return scale;
 }
 
+// What a head has in a block, from 16 positions on
+template <typename T>
+struct Rows {
+    T *keys, *values;
+    float *key_scales, *value_scales;  // read where each key and value has one
+};
+
+// offset: of the first position in the block, a multiple of 16
+template <typename T>
+inline Rows<T> rows_at(const Cache &c, int64_t block, int64_t head, int64_t offset) {
+    T *keys = reinterpret_cast<T *>(c.memory + block * c.block_bytes + head * c.head_bytes()), *values = keys + c.block_size * c.head_dim;
+    float *scales = reinterpret_cast<float *>(values + c.block_size * c.value_dim());
+    return {keys + offset * c.head_dim, values + offset * c.value_dim(), scales + offset, scales + c.block_size + offset};
+}
+
 template <typename T>
 void store_token(const Attention &a, int64_t token, const float *row) {
     const Cache &c = a.cache;
-    const int64_t d = c.head_dim, block = a.slots[token] / c.block_size, offset = a.slots[token] % c.block_size;
+    const int64_t d = c.head_dim, block = a.slots[token] / c.block_size, offset = a.slots[token] % c.block_size, k = offset % 16;
     for (int64_t h = 0; h < c.kv_heads; ++h) {
         const float *key = row + (a.heads + h) * d, *value = row + (a.heads + c.kv_heads + h) * d;
-        const int64_t first = (block * c.kv_heads + h) * c.block_size;
         constexpr int64_t n = kTogether<T>;
-        T *keys = static_cast<T *>(c.keys) + (first + offset / 16 * 16) * d + offset % 16 * n, *values = static_cast<T *>(c.values) + (first + offset / n * n) * c.value_dim + offset % n;
-        const float key_scale = put(keys, key, d, c.key_scales ? 0.0f : c.key_scale, [](int64_t i) { return i / n * 16 * n + i % n; });
-        const float value_scale = put(values, value, d, c.value_scales ? 0.0f : c.value_scale, [](int64_t i) { return i * n; });
-        if (c.key_scales) {
-            c.key_scales[first + offset] = key_scale;
-            c.value_scales[first + offset] = value_scale;
+        const Rows<T> at = rows_at<T>(c, block, h, offset - k);
+        const float key_scale = put(at.keys + k * n, key, d, c.scaled ? 0.0f : c.key_scale, [](int64_t i) { return i / n * 16 * n + i % n; });
+        const float value_scale = put(at.values + k / n * n * c.value_dim() + k % n, value, d, c.scaled ? 0.0f : c.value_scale, [](int64_t i) { return i * n; });
+        if (c.scaled) {
+            at.key_scales[k] = key_scale;
+            at.value_scales[k] = value_scale;
         }
     }
 }
@@ -225,11 +243,11 @@ void clear_after_token(const Attention &a, int64_t token) {
     const int64_t block = a.slots[token] / c.block_size, offset = a.slots[token] % c.block_size;
     constexpr int64_t n = kTogether<T>;
     for (int64_t h = 0; h < c.kv_heads; ++h) {
-        const int64_t first = (block * c.kv_heads + h) * c.block_size;
-        for (int64_t k = offset + 1; k % 16; ++k) {
-            T *values = static_cast<T *>(c.values) + (first + k / n * n) * c.value_dim + k % n;
-            for (int64_t i = 0; i < c.value_dim; ++i) values[i * n] = T{};
-            if (c.value_scales) c.value_scales[first + k] = 0.0f;
+        const Rows<T> at = rows_at<T>(c, block, h, offset / 16 * 16);
+        for (int64_t k = offset % 16 + 1; k < 16; ++k) {
+            T *values = at.values + k / n * n * c.value_dim() + k % n;
+            for (int64_t i = 0; i < c.value_dim(); ++i) values[i * n] = T{};
+            if (c.scaled) at.value_scales[k] = 0.0f;
         }
     }
 }
@@ -266,23 +284,23 @@ void rotate_and_store(const Attention &a, int64_t token, int64_t token_end) {
 }
 
 // Walks over a sequence's positions, 16 at a time, from a multiple of 16 on
+template <typename T>
 class Tiles {
   public:
     Tiles(const Attention &a, const AttentionPiece &p, int64_t position)
-        : block_size_(a.cache.block_size), heads_(a.cache.kv_heads), head_(p.kv_head), block_(a.block_tables + p.sequence * a.table_stride + position / block_size_),
-          offset_(position % block_size_) {}
-    // where they lie in the cache, in tokens of one head
-    int64_t row() const { return (*block_ * heads_ + head_) * block_size_ + offset_; }
+        : cache_(&a.cache), head_(p.kv_head), block_(a.block_tables + p.sequence * a.table_stride + position / a.cache.block_size), offset_(position % a.cache.block_size) {}
+    Rows<T> rows() const { return rows_at<T>(*cache_, *block_, head_, offset_); }
     void next() {
         offset_ += 16;
-        if (offset_ == block_size_) {
+        if (offset_ == cache_->block_size) {
             offset_ = 0;
             ++block_;
         }
     }
 
   private:
-    int64_t block_size_, heads_, head_;
+    const Cache *cache_;
+    int64_t head_;
     const int32_t *block_;
     int64_t offset_;
 };
@@ -297,20 +315,11 @@ inline void fetch(const void *rows, int64_t bytes) {
 // One row's sums over 16 columns
 template <typename T>
 struct Fmas {
-    struct Columns {
-        Lanes lo, hi;
-    };
-    Lanes lo = Lanes::set(0.0f), hi = Lanes::set(0.0f);
-    static Columns load(const T *p) { return {Lanes::load(p), Lanes::load(p + 8)}; }
-    void add(const Columns &c, float x) {
-        const Lanes all = Lanes::set(x);
-        lo = Lanes::fma(all, c.lo, lo);
-        hi = Lanes::fma(all, c.hi, hi);
-    }
-    void get(Lanes &a, Lanes &b) const {
-        a = lo;
-        b = hi;
-    }
+    using Columns = Lanes;
+    Lanes v = Lanes::set(0.0f);
+    static Columns load(const T *p) { return Lanes::load(p); }
+    void add(const Columns &c, float x) { v = Lanes::fma(Lanes::set(x), c, v); }
+    Lanes get() const { return v; }
 };
 
 template <typename T>
@@ -331,8 +340,8 @@ inline float prepare(float *x, int64_t count, Bf16) {
 
 inline float prepare(float *x, int64_t count, int8_t) { return to_codes(x, count, 32767.0f); }
 
-// Few rows go over several tiles of keys, or of columns of values, at once: each row's sums wait for themselves, so that it takes about six to be busy.
-constexpr int together(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+// Rows go over several tiles of keys, or of columns of values, at once, where registers hold their sums (kSums): a sum waits for itself.
+constexpr int together(int rows) { return kSums >= 4 * rows ? 4 : kSums >= 2 * rows ? 2 : 1; }
 
 // Rows [R][count] -> [count][R]
 template <int R>
@@ -349,35 +358,26 @@ inline void hide(const Attention &a, int64_t position, int64_t k, float *numbers
         if (k + j > position || k + j < oldest) numbers[j] = hidden;
 }
 
-// score_rows for N tiles of 16 keys, the first of them k; at: where they lie in the cache
+// score_rows for N tiles of 16 keys, the first of them k
 template <typename T, int R, int N>
-inline void score_tiles(const Attention &a, const float *query, const float *units, const int64_t *position, const int64_t (&at)[N], int64_t k, float *scores, int64_t stride) {
+inline void score_tiles(const Attention &a, const float *query, const float *units, const int64_t *position, const Rows<T> (&at)[N], int64_t k, float *scores, int64_t stride) {
     const int64_t d = a.cache.head_dim;
-    const T *keys[N];
     Sums<T> sums[N][R];
-    for (int n = 0; n < N; ++n) keys[n] = static_cast<const T *>(a.cache.keys) + at[n] * d;
     for (int64_t i = 0; i < d / kTogether<T>; ++i, query += R)
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
-            const auto columns = Sums<T>::load(keys[n] + i * 16 * kTogether<T>);
+            const auto columns = Sums<T>::load(at[n].keys + i * 16 * kTogether<T>);
 #pragma GCC unroll 6
             for (int r = 0; r < R; ++r) sums[n][r].add(columns, query[r]);
         }
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n, k += 16, scores += 16) {
-        Lanes scale_lo = Lanes::set(a.scale * a.cache.key_scale), scale_hi = scale_lo;
-        if (a.cache.key_scales) {
-            scale_lo = Lanes::mul(scale_lo, Lanes::load(a.cache.key_scales + at[n]));
-            scale_hi = Lanes::mul(scale_hi, Lanes::load(a.cache.key_scales + at[n] + 8));
-        }
+        Lanes scale = Lanes::set(a.scale * a.cache.key_scale);
+        if (a.cache.scaled) scale = Lanes::mul(scale, Lanes::load(at[n].key_scales));
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
             float *s = scores + r * stride;
-            const Lanes unit = Lanes::set(units[r]);
-            Lanes lo, hi;
-            sums[n][r].get(lo, hi);
-            Lanes::mul(Lanes::mul(lo, unit), scale_lo).store(s);
-            Lanes::mul(Lanes::mul(hi, unit), scale_hi).store(s + 8);
+            Lanes::mul(Lanes::mul(sums[n][r].get(), Lanes::set(units[r])), scale).store(s);
             hide(a, position[r], k, s, -__builtin_inff());
         }
     }
@@ -386,24 +386,23 @@ inline void score_tiles(const Attention &a, const float *query, const float *uni
 // scores [R][stride] of the keys [first, last + 16) for R prepared query rows, interleaved, times units [R]; what a row may not see becomes -infinity
 template <typename T, int R>
 void score_rows(const Attention &a, const AttentionPiece &p, const float *query, const float *units, const int64_t *position, int64_t first, int64_t last, float *scores, int64_t stride) {
-    const int64_t d = a.cache.head_dim;
     constexpr int N = together(R);
-    Tiles tiles(a, p, first), ahead = tiles;
+    Tiles<T> tiles(a, p, first), ahead = tiles;
     int64_t k = first, fetched = first;
     const auto take = [&] {
-        for (; fetched <= last && fetched <= k + kAhead; fetched += 16, ahead.next()) fetch(static_cast<const T *>(a.cache.keys) + ahead.row() * d, d * sizeof(T));
-        const int64_t at = tiles.row();
-        fetch(static_cast<const T *>(a.cache.values) + at * a.cache.value_dim, a.cache.value_dim * sizeof(T));
+        for (; fetched <= last && fetched <= k + kAhead; fetched += 16, ahead.next()) fetch(ahead.rows().keys, a.cache.head_dim * sizeof(T));
+        const Rows<T> at = tiles.rows();
+        fetch(at.values, a.cache.value_dim() * sizeof(T));
         tiles.next();
         return at;
     };
     for (; k + 16 * (N - 1) <= last; k += 16 * N) {
-        int64_t at[N];
-        for (int64_t &place : at) place = take();
+        Rows<T> at[N];
+        for (Rows<T> &rows : at) rows = take();
         score_tiles<T, R, N>(a, query, units, position, at, k, scores + (k - first), stride);
     }
     for (; k <= last; k += 16) {
-        const int64_t at[1] = {take()};
+        const Rows<T> at[1] = {take()};
         score_tiles<T, R, 1>(a, query, units, position, at, k, scores + (k - first), stride);
     }
 }
@@ -411,33 +410,26 @@ void score_rows(const Attention &a, const AttentionPiece &p, const float *query,
 // scores -> e^(score - largest), and one over their sum
 float soften_row(float *scores, int64_t count) {
     Lanes most = Lanes::set(-__builtin_inff());
-    for (int64_t k = 0; k < count; k += 8) most = Lanes::max(most, Lanes::load(scores + k));
-    float v[8], largest = -__builtin_inff();
-    most.store(v);
-    for (float x : v) largest = x > largest ? x : largest;
-    const Lanes shift = Lanes::set(-largest);
-    Lanes a = Lanes::set(0.0f), b = a;
-    for (int64_t k = 0; k < count; k += 16) {
-        const Lanes x = exponential(Lanes::add(Lanes::load(scores + k), shift)), y = exponential(Lanes::add(Lanes::load(scores + k + 8), shift));
+    for (int64_t k = 0; k < count; k += kLanes) most = Lanes::max(most, Lanes::load(scores + k));
+    const Lanes shift = Lanes::set(-largest_lane(most));
+    Lanes sum = Lanes::set(0.0f);
+    for (int64_t k = 0; k < count; k += kLanes) {
+        const Lanes x = exponential(Lanes::add(Lanes::load(scores + k), shift));
         x.store(scores + k);
-        y.store(scores + k + 8);
-        a = Lanes::add(a, x);
-        b = Lanes::add(b, y);
+        sum = Lanes::add(sum, x);
     }
-    return 1.0f / sum_in_order(a, b);
+    return 1.0f / sum_in_order(sum);
 }
 
 // weights [R][stride] *= the scale of each position's value; what a row may not see stays 0, though the scale there may be NaN
-template <int R>
+template <typename T, int R>
 void scale_weights(const Attention &a, const AttentionPiece &p, const int64_t *position, float *weights, int64_t stride, int64_t first, int64_t last) {
-    Tiles tiles(a, p, first);
+    Tiles<T> tiles(a, p, first);
     for (int64_t k = first; k <= last; k += 16, tiles.next()) {
-        const float *scale = a.cache.value_scales + tiles.row();
-        const Lanes lo = Lanes::load(scale), hi = Lanes::load(scale + 8);
+        const Lanes scale = Lanes::load(tiles.rows().value_scales);
         for (int r = 0; r < R; ++r) {
             float *w = weights + r * stride + (k - first);
-            Lanes::mul(Lanes::load(w), lo).store(w);
-            Lanes::mul(Lanes::load(w + 8), hi).store(w + 8);
+            Lanes::mul(Lanes::load(w), scale).store(w);
             hide(a, position[r], k, w, 0.0f);
         }
     }
@@ -451,19 +443,19 @@ constexpr int64_t kSpan = std::is_same_v<T, int8_t> ? 512 : INT64_MAX / 2;
 template <typename T, int R, int N>
 inline void mix_columns(const Attention &a, const AttentionPiece &p, const float *weights, int64_t stride, const float *factor, int64_t first, int64_t last, int64_t i, float *const *out) {
     constexpr int64_t n = kTogether<T>;
-    const int64_t d = a.cache.head_dim, wide = a.cache.value_dim;
-    Lanes lo[N][R], hi[N][R];
+    const int64_t d = a.cache.head_dim, wide = a.cache.value_dim();
+    Lanes total[N][R];
 #pragma GCC unroll 4
     for (int m = 0; m < N; ++m)
-        for (int r = 0; r < R; ++r) lo[m][r] = hi[m][r] = Lanes::set(0.0f);
-    Tiles tiles(a, p, first);
+        for (int r = 0; r < R; ++r) total[m][r] = Lanes::set(0.0f);
+    Tiles<T> tiles(a, p, first);
     for (int64_t k = first; k <= last;) {
         const int64_t end = (k / kSpan<T> + 1) * kSpan<T>;
         Sums<T> sums[N][R];
         const float *w[R];
         for (int r = 0; r < R; ++r) w[r] = weights + r * stride + (k - first) / n;
         for (; k <= last && k < end; k += 16, tiles.next()) {
-            const T *values = static_cast<const T *>(a.cache.values) + tiles.row() * wide + i * n;
+            const T *values = tiles.rows().values + i * n;
             for (int64_t j = 0; j < 16 / n; ++j, values += wide * n)
 #pragma GCC unroll 4
                 for (int m = 0; m < N; ++m) {
@@ -476,19 +468,13 @@ inline void mix_columns(const Attention &a, const AttentionPiece &p, const float
         }
 #pragma GCC unroll 4
         for (int m = 0; m < N; ++m)
-            for (int r = 0; r < R; ++r) {
-                Lanes u, v;
-                sums[m][r].get(u, v);
-                lo[m][r] = Lanes::add(lo[m][r], u);
-                hi[m][r] = Lanes::add(hi[m][r], v);
-            }
+            for (int r = 0; r < R; ++r) total[m][r] = Lanes::add(total[m][r], sums[m][r].get());
     }
 #pragma GCC unroll 4
     for (int m = 0; m < N; ++m, i += 16)
         for (int r = 0; r < R; ++r) {
-            float v[16];
-            Lanes::mul(lo[m][r], Lanes::set(factor[r])).store(v);
-            Lanes::mul(hi[m][r], Lanes::set(factor[r])).store(v + 8);
+            float v[kLanes];
+            Lanes::mul(total[m][r], Lanes::set(factor[r])).store(v);
             for (int64_t j = 0; j < 16 && i + j < d; ++j) out[r][i + j] = v[j];
         }
 }
@@ -521,7 +507,7 @@ void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float
     interleave<R>(query, d, d / kTogether<T>, interleaved);
     score_rows<T, R>(a, p, interleaved, units, position, first, last, scores, stride);
     for (int r = 0; r < R; ++r) factor[r] = soften_row(scores + r * stride, stride);
-    if (a.cache.value_scales) scale_weights<R>(a, p, position, scores, stride, first, last);
+    if (a.cache.scaled) scale_weights<T, R>(a, p, position, scores, stride, first, last);
     for (int r = 0; r < R; ++r) factor[r] *= prepare(scores + r * stride, stride, T{}) * a.cache.value_scale;
     mix_values<T, R>(a, p, scores, stride, factor, first, last, out);
 }

@@ -8,7 +8,57 @@
 namespace qforge {
 namespace {
 
-#include "lanes_256.inl"
+struct Lanes {
+    __m256 lo, hi;
+    static Lanes load(const float *p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+    static Lanes load(const uint16_t *p) { return {_mm256_cvtph_ps(eight(p)), _mm256_cvtph_ps(eight(p + 8))}; }
+    static Lanes load(const Fp8 *p) {
+        const __m128i codes = eight(p);
+        return {_mm256_cvtph_ps(halves(codes)), _mm256_cvtph_ps(halves(_mm_srli_si128(codes, 8)))};
+    }
+    static Lanes set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+    static Lanes fma(const Lanes &a, const Lanes &b, const Lanes &c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+    static Lanes add(const Lanes &a, const Lanes &b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+    static Lanes mul(const Lanes &a, const Lanes &b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+    static Lanes div(const Lanes &a, const Lanes &b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+    static Lanes max(const Lanes &a, const Lanes &b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+    static Lanes min(const Lanes &a, const Lanes &b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+    static Lanes round(const Lanes &a) {
+        constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+        return {_mm256_round_ps(a.lo, nearest), _mm256_round_ps(a.hi, nearest)};
+    }
+    static Lanes exp_scale(const Lanes &p, const Lanes &n) { return {exp_scale(p.lo, n.lo), exp_scale(p.hi, n.hi)}; }
+    static Lanes keep_above(const Lanes &x, const Lanes &limit, const Lanes &y) {
+        return {_mm256_and_ps(_mm256_cmp_ps(x.lo, limit.lo, _CMP_GT_OQ), y.lo), _mm256_and_ps(_mm256_cmp_ps(x.hi, limit.hi, _CMP_GT_OQ), y.hi)};
+    }
+    static void to_bf16(const Lanes &x, void *to) { store_halves(upper_halves(x.lo), upper_halves(x.hi), to); }
+    static void to_int16(const Lanes &x, void *to) {
+        const __m256i lower = _mm256_set1_epi32(0xffff);
+        store_halves(_mm256_and_si256(_mm256_cvtps_epi32(x.lo), lower), _mm256_and_si256(_mm256_cvtps_epi32(x.hi), lower), to);
+    }
+    void store(float *p) const {
+        _mm256_storeu_ps(p, lo);
+        _mm256_storeu_ps(p + 8, hi);
+    }
+
+  private:
+    static __m128i eight(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }  // halves, or twice as many bytes
+    static __m128i halves(__m128i codes) {  // of the lower eight FP8 codes
+        const __m128i half = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7), _mm_set1_epi16(static_cast<int16_t>(0xbf80)));  // E4M3's exponent, at a half's place, is 8 too small
+        const __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(half, _mm_set1_epi16(0x7fff)), _mm_set1_epi16(0x3f80));
+        return _mm_or_si128(half, _mm_and_si128(nan, _mm_set1_epi16(0x4000)));
+    }
+    static __m256 exp_scale(__m256 p, __m256 n) { return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23))); }
+    static __m256i upper_halves(__m256 x) {  // rounded
+        const __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    }
+    // the lower halves of 32-bit integers whose upper halves are 0
+    static void store_halves(__m256i lo, __m256i hi, void *to) { _mm256_storeu_si256(static_cast<__m256i *>(to), _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8)); }
+};
+
+inline uint16_t to_half(float x) { return static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)); }
+
 struct IntegerDots {
     struct Columns {
         __m256i lo, hi;
@@ -23,10 +73,7 @@ struct IntegerDots {
         lo = _mm256_add_epi32(lo, _mm256_madd_epi16(both, c.lo));
         hi = _mm256_add_epi32(hi, _mm256_madd_epi16(both, c.hi));
     }
-    void get(Lanes &a, Lanes &b) const {
-        a.v = _mm256_cvtepi32_ps(lo);
-        b.v = _mm256_cvtepi32_ps(hi);
-    }
+    Lanes get() const { return {_mm256_cvtepi32_ps(lo), _mm256_cvtepi32_ps(hi)}; }
 };
 
 struct Bf16Dots {
@@ -45,11 +92,10 @@ struct Bf16Dots {
         lo = _mm256_fmadd_ps(first(both), first(c.lo), _mm256_fmadd_ps(second(both), second(c.lo), lo));
         hi = _mm256_fmadd_ps(first(both), first(c.hi), _mm256_fmadd_ps(second(both), second(c.hi), hi));
     }
-    void get(Lanes &a, Lanes &b) const {
-        a.v = lo;
-        b.v = hi;
-    }
+    Lanes get() const { return {lo, hi}; }
 };
+
+constexpr int kSums = 6;
 
 #include "layers.inl"
 

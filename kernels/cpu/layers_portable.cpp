@@ -10,11 +10,11 @@ namespace qforge {
 namespace {
 
 struct Lanes {
-    float v[8];
+    float v[16];
     template <typename F>
     static Lanes each(F f) {
         Lanes y;
-        for (int i = 0; i < 8; ++i) y.v[i] = f(i);
+        for (int i = 0; i < 16; ++i) y.v[i] = f(i);
         return y;
     }
     static Lanes load(const float *p) { return each([&](int i) { return p[i]; }); }
@@ -42,20 +42,20 @@ struct Lanes {
     }
     static Lanes keep_above(const Lanes &x, const Lanes &limit, const Lanes &y) { return each([&](int i) { return x.v[i] > limit.v[i] ? y.v[i] : 0.0f; }); }
     static void to_bf16(const Lanes &x, void *to) {
-        uint16_t halves[8];
-        for (int i = 0; i < 8; ++i) {
+        uint16_t halves[16];
+        for (int i = 0; i < 16; ++i) {
             const uint32_t bits = __builtin_bit_cast(uint32_t, x.v[i]);
             halves[i] = static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
         }
         std::memcpy(to, halves, sizeof halves);
     }
     static void to_int16(const Lanes &x, void *to) {
-        int16_t codes[8];
-        for (int i = 0; i < 8; ++i) codes[i] = static_cast<int16_t>(std::nearbyint(x.v[i]));
+        int16_t codes[16];
+        for (int i = 0; i < 16; ++i) codes[i] = static_cast<int16_t>(std::nearbyint(x.v[i]));
         std::memcpy(to, codes, sizeof codes);
     }
     void store(float *p) const {
-        for (int i = 0; i < 8; ++i) p[i] = v[i];
+        for (int i = 0; i < 16; ++i) p[i] = v[i];
     }
 };
 
@@ -75,9 +75,8 @@ struct IntegerDots {
         const auto x = __builtin_bit_cast(Pair<int16_t>, pair);
         for (int i = 0; i < 16; ++i) v[i] += x.first * c[2 * i] + x.second * c[2 * i + 1];
     }
-    void get(Lanes &a, Lanes &b) const {
-        a = Lanes::each([&](int i) { return static_cast<float>(v[i]); });
-        b = Lanes::each([&](int i) { return static_cast<float>(v[i + 8]); });
+    Lanes get() const {
+        return Lanes::each([&](int i) { return static_cast<float>(v[i]); });
     }
 };
 
@@ -90,11 +89,10 @@ struct Bf16Dots {
         const auto x = __builtin_bit_cast(Pair<Bf16>, pair);
         for (int i = 0; i < 16; ++i) v[i] = __builtin_fmaf(wide(x.first), wide(c[2 * i]), __builtin_fmaf(wide(x.second), wide(c[2 * i + 1]), v[i]));
     }
-    void get(Lanes &a, Lanes &b) const {
-        a = Lanes::load(v);
-        b = Lanes::load(v + 8);
-    }
+    Lanes get() const { return Lanes::load(v); }
 };
+
+constexpr int kSums = 6;
 
 #include "layers.inl"
 

@@ -54,6 +54,14 @@ inline Ahead next_tiles(const Weight &w, const uint8_t *from, int64_t bytes, int
     return {from + strip_end * bytes, from + (strip_end + tiles) * bytes, (tiles * bytes / (calls * w.blocks) + 63) / 64 * 64};
 }
 
+inline Ahead codes_after(const Weight &w, int64_t strip, int64_t strip_end, int64_t rows, int64_t groups) {
+    return next_tiles(w, w.codes, w.inputs() / 8 * chunk_bytes(w.format), strip, strip_end, rows, groups);
+}
+
+inline Ahead scales_after(const Weight &w, int64_t strip, int64_t strip_end, int64_t rows, int64_t groups) {
+    return next_tiles(w, reinterpret_cast<const uint8_t *>(w.scales), w.blocks * kTile * static_cast<int64_t>(sizeof(float)), strip, strip_end, rows, groups);
+}
+
 // The product of `rows` <= R rows with the next tiles, and how many tiles that were
 template <int R, typename Product>
 int64_t some_rows(Product &product, int64_t rows, int64_t row, int64_t tile, int64_t tiles) {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import mmap
-import sys
 import threading
 
 import torch
+
+from qforge.ops.pages import anonymous
 
 _REGION = 64 << 20  # bytes asked of the system at once, so that many small weights share huge pages; pages that are never written take no memory
 _ALIGN = 64
@@ -27,16 +28,7 @@ class Arena:
         with self._lock:
             start = -(-self._used // _ALIGN) * _ALIGN
             if start + t.nbytes > len(self._region):
-                self._region, start = _region(max(_REGION, t.nbytes)), 0
+                self._region, start = anonymous(max(_REGION, t.nbytes)), 0
             self._used = start + t.nbytes
             placed = torch.frombuffer(self._region, dtype=t.dtype, count=t.numel(), offset=start).view(t.shape)
         return placed.copy_(t)
-
-
-def _region(size: int) -> mmap.mmap:
-    if sys.platform == "win32":
-        return mmap.mmap(-1, size)
-    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory, Python's default, gets no huge pages
-    if sys.platform == "linux":
-        region.madvise(mmap.MADV_HUGEPAGE)
-    return region

@@ -1,12 +1,14 @@
-"""The paged key/value cache of one layer as the native kernels have it (kernels/include/qforge/layers.h), in fp32, fp16, bf16, int8 or fp8 (E4M3)."""
+"""The paged key/value cache as the native kernels have it (kernels/include/qforge/layers.h), in fp32, fp16, bf16, int8 or fp8 (E4M3)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from qforge.ops.native_module import module
+from qforge.ops.pages import anonymous
 
 LANES = 16  # positions side by side in the key cache; a block holds a multiple of this many tokens
 CACHE_TYPES: dict[str, tuple[str, type[Any]]] = {
@@ -30,24 +32,28 @@ def _scaled_singly(kind: str, calibrated: bool) -> bool:
 
 
 class NativeCache:
-    """Empty at first; memory is taken from the system only when a page is first written.
+    """Of all layers. Empty at first; memory is taken from the system only when a page is first written.
 
     Args:
-        scales: of fp8; None: each key and each value gets one of its own, as in int8.
+        scales: of each layer, for fp8; None: each key and each value gets one of its own, as in int8.
 
     Attributes:
-        view: the native view, valid as long as this object lives.
+        layers: the native view of each, valid as long as this object lives.
+
+    Raises:
+        OSError, OverflowError, ValueError: the system has less memory.
     """
 
-    def __init__(self, kind: str, blocks: int, block_size: int, num_kv_heads: int, head_dim: int, scales: Scales | None = None) -> None:
+    def __init__(self, kind: str, blocks: int, block_size: int, num_kv_heads: int, head_dim: int, scales: Sequence[Scales | None] = (None,)) -> None:
         assert block_size % LANES == 0, block_size
         assert kind != "int8" or head_dim <= 512, f"sums of {head_dim} products of 8 and 16 bits do not fit 32"
-        name, dtype = CACHE_TYPES[kind]
-        wide = -(-head_dim // LANES) * LANES
         native: Any = module()
-        rows = (blocks, num_kv_heads, block_size)
-        self._keys, self._values = np.zeros((*rows, head_dim), dtype), np.zeros((*rows, wide), dtype)
-        self._scales = [np.zeros(rows, np.float32) for _ in range(2)] if _scaled_singly(kind, scales is not None) else []
-        singly = [a.ctypes.data for a in self._scales] or [0, 0]
-        of_layer = scales if kind == "fp8" and scales is not None else (1.0, 1.0)
-        self.view = native.Cache(getattr(native.CacheType, name), self._keys.ctypes.data, self._values.ctypes.data, *singly, num_kv_heads, head_dim, wide, block_size, *of_layer)
+        type_of = getattr(native.CacheType, CACHE_TYPES[kind][0])
+        calibrated = [kind == "fp8" and s is not None for s in scales]
+        sizes = [block_size * bytes_per_token(kind, num_kv_heads, head_dim, calibrated=c) for c in calibrated]
+        self._memory = np.frombuffer(anonymous(max(1, blocks * sum(sizes))), np.uint8)
+        starts = (self._memory.ctypes.data + sum(sizes[:i]) for i in range(len(sizes)))
+        self.layers = [
+            native.Cache(type_of, start, sum(sizes), num_kv_heads, head_dim, block_size, _scaled_singly(kind, c), *(s if c and s else (1.0, 1.0)))
+            for start, s, c in zip(starts, scales, calibrated, strict=True)
+        ]

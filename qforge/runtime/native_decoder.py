@@ -39,8 +39,8 @@ class NativeDecoder:
         self._tables = [RopeTable(f.view(np.float32)) for f in model.frequencies]
         try:
             scales = spec.kv_scales or [None] * len(model.layers)
-            self._caches = [NativeCache(kv_cache, num_blocks, block_size, spec.num_kv_heads, spec.head_dim, s) for s in scales]
-        except (MemoryError, ValueError) as e:  # numpy's words for more than there is, and for more than can be addressed
+            self._cache = NativeCache(kv_cache, num_blocks, block_size, spec.num_kv_heads, spec.head_dim, scales)
+        except (OSError, OverflowError, ValueError) as e:
             need = num_blocks * block_size * len(model.layers) * bytes_per_token(kv_cache, spec.num_kv_heads, spec.head_dim, calibrated=bool(spec.kv_scales))
             raise UnsupportedError(
                 f"a key/value cache of {num_blocks * block_size} tokens takes {need / 2**30:,.1f} GiB, more than there is here; free memory, or give LLM a smaller num_blocks"
@@ -94,7 +94,7 @@ class NativeDecoder:
         rope = list(dict.fromkeys(spec.layer_ropes)).index(spec.layer_ropes[index])
         products = [self._product(p) for p in layer.products]
         norms = [address(n) for n in layer.norms]
-        return self._native.Layer(norms, *products, self._caches[index].view, spec.num_heads, spec.layer_windows[index], rope, spec.attention_scale)
+        return self._native.Layer(norms, *products, self._cache.layers[index], spec.num_heads, spec.layer_windows[index], rope, spec.attention_scale)
 
     def _product(self, product: NativeProduct) -> list[Any]:
         return [self._part(part) for part in product.parts]

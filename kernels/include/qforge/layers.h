@@ -1,13 +1,14 @@
 // What a decoder layer does between its products: norm, rotary embedding and cache write, attention over paged blocks, gated activation, residual sums. Arithmetic in fp32, but for products with a cache in bf16 or int8.
 //
-// The cache of one layer, for blocks of `block_size` tokens (a multiple of 16), in fp32, fp16, bf16, int8 or FP8 (E4M3):
-//   keys   [blocks][kv_heads][block_size / 16][head_dim][16]   16 positions side by side, so that scores of 16 keys are one row of products
-//   values [blocks][kv_heads][block_size][value_dim]           value_dim: head_dim rounded up to a multiple of 16
-//   bf16 and int8: pairs lie together, of dimensions in keys [..][head_dim / 2][16][2] and of positions in values [..][block_size / 2][value_dim][2]
+// The cache, in blocks of `block_size` tokens (a multiple of 16), in fp32, fp16, bf16, int8 or FP8 (E4M3). A block holds the layers one after the other, a layer its heads, a head
+// (what one thread reads of a block lies together, and few huge pages hold what a sequence has in all layers)
+//   keys   [block_size / 16][head_dim][16]   16 positions side by side, so that scores of 16 keys are one row of products
+//   values [block_size][value_dim]           value_dim: head_dim rounded up to a multiple of 16
+//   scales of keys, then of values, fp32 [block_size] each: int8, and fp8 without calibrated scales: a key's or value's largest magnitude / 127 or 448
+//   bf16 and int8: pairs lie together, of dimensions in keys [..][head_dim / 2][16][2] and of positions in values [block_size / 2][value_dim][2]
 //   bf16: queries and the weights of values are rounded to bf16 too; of a pair, the second product is added first, in fp32
 //   int8: queries and weights are rounded to 16-bit integers, row by row, the largest 32767; sums of up to 512 positions are exact
 //   fp8: codes stand for number / scale, at most 448
-//   key_scales, value_scales [blocks][kv_heads][block_size]    int8, and fp8 without calibrated scales: each key and value has one of its own, its largest magnitude / 127 or 448
 //
 // Sums are ordered by place in the row and by absolute position in the sequence, never by how a step was cut: results are equal bit for bit
 // whatever else is in the step, however a prompt is cut into steps, and wherever the blocks lie. What a mask hides adds exactly zero (finite values; in int8 any).
@@ -29,12 +30,18 @@ struct Fp8 {
     uint8_t bits;
 };
 
-struct Cache {
+struct Cache {  // of one layer
     CacheType type;
-    void *keys, *values;
-    float *key_scales, *value_scales;  // null where scales are those of the layer
-    int64_t kv_heads, head_dim, value_dim, block_size;
-    float key_scale, value_scale;  // of the layer; 1 but for F8
+    char *memory;         // the layer's part of block 0
+    int64_t block_bytes;  // from a block to the next
+    int64_t kv_heads, head_dim, block_size;
+    bool scaled;                   // whether each key and each value has a scale of its own
+    float key_scale, value_scale;  // else those of the layer; 1 but for F8
+
+    int64_t value_dim() const { return (head_dim + 15) / 16 * 16; }
+    int64_t number_bytes() const { return type == CacheType::F32 ? 4 : type == CacheType::I8 || type == CacheType::F8 ? 1 : 2; }
+    int64_t head_bytes() const { return block_size * ((head_dim + value_dim()) * number_bytes() + (scaled ? 2 * static_cast<int64_t>(sizeof(float)) : 0)); }
+    int64_t layer_bytes() const { return kv_heads * head_bytes(); }  // of a block
 };
 
 struct NormRows {  // y = x / sqrt(mean(x^2) + eps) * weight, row by row

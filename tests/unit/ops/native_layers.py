@@ -38,11 +38,11 @@ class NativeLayers:
         out = qkv.new_empty(len(qkv), a.num_heads * a.head_dim)
         q_norm, k_norm = (0 if n is None else n.data_ptr() for n in (a.q_norm, a.k_norm))
         self._context.attention(
-            cache.view, qkv.data_ptr(), out.data_ptr(), a.num_heads, a.window, a.scale, q_norm, k_norm, a.norm_eps, rope[0].data_ptr(), rope[1].data_ptr(),
+            cache.layers[0], qkv.data_ptr(), out.data_ptr(), a.num_heads, a.window, a.scale, q_norm, k_norm, a.norm_eps, rope[0].data_ptr(), rope[1].data_ptr(),
             batch.positions.data_ptr(), batch.slots.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.shape[1], len(qkv), batch.query_starts.data_ptr(),
             len(batch.query_starts) - 1,
         )  # fmt: skip
         return out
 
     def cache(self, blocks: int, block_size: int, num_kv_heads: int, head_dim: int, scales: tuple[float, float] | None = None) -> NativeCache:
-        return NativeCache(self._kv_cache, blocks, block_size, num_kv_heads, head_dim, scales)
+        return NativeCache(self._kv_cache, blocks, block_size, num_kv_heads, head_dim, [scales])

@@ -227,12 +227,14 @@ void Context::attention(const Attention &a, int64_t tokens, const int32_t *query
         const LayerFunctions *layers;
         const std::vector<AttentionPiece> *pieces;
         std::vector<Scratch> *scratch;
-    } job{&a, layers_, &pieces, &scratch_};
+        size_t together;
+    } job{&a, layers_, &pieces, &scratch_, sequences >= 4 * threads() ? static_cast<size_t>(a.cache.kv_heads) : 1};
     pool_.run(
-        static_cast<int>(pieces.size()),
+        static_cast<int>((pieces.size() + job.together - 1) / job.together),
         [](void *context, int task, int thread) {
             const auto &j = *static_cast<Job *>(context);
-            j.layers->attend(*j.attention, (*j.pieces)[task], (*j.scratch)[thread].get());
+            const size_t first = static_cast<size_t>(task) * j.together;
+            for (size_t i = first; i < std::min(first + j.together, j.pieces->size()); ++i) j.layers->attend(*j.attention, (*j.pieces)[i], (*j.scratch)[thread].get());
         },
         &job);
 }

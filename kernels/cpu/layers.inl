@@ -385,14 +385,15 @@ inline void score_tiles(const Attention &a, const float *query, const float *uni
 
 // scores [R][stride] of the keys [first, last + 16) for R prepared query rows, interleaved, times units [R]; what a row may not see becomes -infinity
 template <typename T, int R>
-void score_rows(const Attention &a, const AttentionPiece &p, const float *query, const float *units, const int64_t *position, int64_t first, int64_t last, float *scores, int64_t stride) {
+void score_rows(const Attention &a, const AttentionPiece &p, const float *query, const float *units, const int64_t *position, int64_t first, int64_t last, bool cold, float *scores,
+                int64_t stride) {
     constexpr int N = together(R);
     Tiles<T> tiles(a, p, first), ahead = tiles;
     int64_t k = first, fetched = first;
     const auto take = [&] {
-        for (; fetched <= last && fetched <= k + kAhead; fetched += 16, ahead.next()) fetch(ahead.rows().keys, a.cache.head_dim * sizeof(T));
+        for (; cold && fetched <= last && fetched <= k + kAhead; fetched += 16, ahead.next()) fetch(ahead.rows().keys, a.cache.head_dim * sizeof(T));
         const Rows<T> at = tiles.rows();
-        fetch(at.values, a.cache.value_dim() * sizeof(T));
+        if (cold) fetch(at.values, a.cache.value_dim() * sizeof(T));
         tiles.next();
         return at;
     };
@@ -505,7 +506,7 @@ void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float
     const int64_t first = oldest > 0 ? oldest / 16 * 16 : 0, stride = last - first + 16;
     for (int r = 0; r < R; ++r) units[r] = prepare(query + r * d, d, T{});
     interleave<R>(query, d, d / kTogether<T>, interleaved);
-    score_rows<T, R>(a, p, interleaved, units, position, first, last, scores, stride);
+    score_rows<T, R>(a, p, interleaved, units, position, first, last, row == 0, scores, stride);
     for (int r = 0; r < R; ++r) factor[r] = soften_row(scores + r * stride, stride);
     if (a.cache.scaled) scale_weights<T, R>(a, p, position, scores, stride, first, last);
     for (int r = 0; r < R; ++r) factor[r] *= prepare(scores + r * stride, stride, T{}) * a.cache.value_scale;

@@ -1,8 +1,7 @@
-// Tiles of AMX, and the groups of 16 rows that they take.
-#include <immintrin.h>
-
+// Groups of 16 rows, which AMX's tiles take, and the panels that they are multiplied with.
 #include <algorithm>
 
+#include "amx_config.inl"
 #include "vnni_512.inl"
 
 namespace qforge {
@@ -10,27 +9,13 @@ namespace {
 
 constexpr int64_t kRows = 16, kMostRows = 256;  // of a group; of a task: the more share a panel, the less its unpacking costs
 
-struct TileConfig {  // what LDTILECFG reads
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t columns[16];  // bytes of a row
-    uint8_t rows[16];
-};
-
-// The thread's tiles, while it lives
-class Tiles {
-  public:
-    explicit Tiles(const TileConfig &config) { _tile_loadconfig(&config); }
-    ~Tiles() { _tile_release(); }
-    Tiles(const Tiles &) = delete;
-};
-
 // Of so many rows, those that groups of 16 take: up to 7 more than whole groups are faster without.
 inline int64_t rows_of_groups(int64_t rows) { return rows % kRows < 8 ? rows / kRows * kRows : rows; }
 
 // Calls run(first row, how many) for groups of 16. Tiles are always whole: of up to 15 rows after the last one, what is multiplied with can be read.
 template <typename F>
 void for_groups(int64_t row, int64_t row_end, const F &run) {
-    asm volatile("" ::: "memory");  // a panel is written before: GCC does not know that loads of tiles read it
+    written_for_tiles();
     for (; row < row_end; row += kRows) run(row, std::min(kRows, row_end - row));
 }
 

@@ -95,7 +95,7 @@ void product(const BlockwisePiece &p, int64_t row, int64_t rows, int64_t tile, c
 
 template <int L, bool Z>
 void all_groups(const BlockwisePiece &p, int8_t *panel) {
-    const Tiles tiles(kConfig);
+    const Configured tiles(kConfig);
     const Weight &w = *p.weight;
     const int64_t segments = segments_of_block(w);
     const auto part = segments % 2 ? product<L, Z, 1, false> : product<L, Z, 2, false>;

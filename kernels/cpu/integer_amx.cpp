@@ -53,7 +53,7 @@ void product(const IntegerPiece &p, int64_t row, int64_t rows, int64_t tile, con
 
 template <int K>
 void all_rows(const IntegerPiece &p, int8_t *panel) {
-    const Tiles tiles(kConfig<K>);
+    const Configured tiles(kConfig<K>);
     for (int64_t tile = p.tile; tile < p.tile_end; ++tile) {
         unpack(*p.weight, tile, panel);
         for_groups(p.row, p.row_end, [&](int64_t row, int64_t rows) { product<K>(p, row, rows, tile, panel); });

@@ -1,43 +1,12 @@
 // The functions of layers.h, written once over `Lanes` (16 floats), which the including file defines for its instruction set.
-// Lanes: load (floats, halves, FP8 codes divided by kFp8), store, set, fma(a, b, c) = a b + c, add, mul, div, max, exp_scale(p, n) = p 2^n for integral n, round,
+// Lanes: sum() of lanes i and i + 8, then of neighbours, neighbouring pairs, and halves; largest(); load (floats, halves, FP8 codes divided by kFp8), store, set, fma(a, b, c) = a b + c, add, mul, div, max, exp_scale(p, n) = p 2^n for integral n, round,
 //        keep_above(x, limit, y) = x > limit ? y : 0, to_bf16 and to_int16 (16 numbers, ties to even, into 32 bytes). to_half(x): the nearest half, ties to even.
-// Also in the including file, both over 16 pairs of columns and one pair of a row, which lies in a float as prepare() packs it; see Fmas for the interface:
-// kSums: sums over 16 columns that registers hold. IntegerDots, exact; Bf16Dots: in fp32, the second product is added first, then the first (as AVX512-BF16 does).
+// Also in the including file: kSums, how many sums over 16 columns registers hold; and, both over 16 pairs of columns and one pair of a row, which lies in a float as prepare()
+// packs it (see Fmas for the interface): IntegerDots, exact; Bf16Dots: in fp32, the second product is added first, then the first (as AVX512-BF16 does).
+
+#include "attention.inl"
 
 constexpr float kFp8 = 256.0f;
-
-constexpr int64_t kLanes = 16;
-
-inline float sum_in_order(const Lanes &a) {
-    float v[kLanes];
-    a.store(v);
-    for (int i = 0; i < 8; ++i) v[i] += v[i + 8];
-    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
-}
-
-// The largest of them; NaN is none
-inline float largest_lane(const Lanes &a) {
-    float v[kLanes], largest = -__builtin_inff();
-    a.store(v);
-    for (float x : v) largest = x > largest ? x : largest;
-    return largest;
-}
-
-// e^x to about 1 ulp, exactly 0 below -87; the polynomial is Cephes' expf (S. Moshier)
-inline Lanes exponential(Lanes x) {
-    const Lanes clamped = Lanes::max(Lanes::min(x, Lanes::set(88.0f)), Lanes::set(-87.0f));
-    const Lanes n = Lanes::round(Lanes::mul(clamped, Lanes::set(1.44269504088896341f)));
-    Lanes r = Lanes::fma(n, Lanes::set(-0.693359375f), clamped);
-    r = Lanes::fma(n, Lanes::set(2.12194440e-4f), r);
-    Lanes p = Lanes::set(1.9875691500e-4f);
-    p = Lanes::fma(p, r, Lanes::set(1.3981999507e-3f));
-    p = Lanes::fma(p, r, Lanes::set(8.3334519073e-3f));
-    p = Lanes::fma(p, r, Lanes::set(4.1665795894e-2f));
-    p = Lanes::fma(p, r, Lanes::set(1.6666665459e-1f));
-    p = Lanes::fma(p, r, Lanes::set(5.0000001201e-1f));
-    p = Lanes::add(Lanes::fma(p, Lanes::mul(r, r), r), Lanes::set(1.0f));
-    return Lanes::keep_above(x, Lanes::set(-87.0f), Lanes::exp_scale(p, n));
-}
 
 void norm_row(const float *x, const float *weight, float *y, int64_t width, float eps) {
     Lanes sum = Lanes::set(0.0f);
@@ -48,7 +17,7 @@ void norm_row(const float *x, const float *weight, float *y, int64_t width, floa
     }
     float rest = 0.0f;
     for (int64_t j = i; j < width; ++j) rest = __builtin_fmaf(x[j], x[j], rest);
-    const float inverse = 1.0f / __builtin_sqrtf((sum_in_order(sum) + rest) / static_cast<float>(width) + eps);
+    const float inverse = 1.0f / __builtin_sqrtf((sum.sum() + rest) / static_cast<float>(width) + eps);
     for (int64_t j = 0; j < width; ++j) y[j] = weight[j] * (x[j] * inverse);
 }
 
@@ -108,10 +77,6 @@ inline Bf16 to_bf16(float x) {
     return {static_cast<uint16_t>(x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
-// Bf16 and int8: two dimensions of a key, two positions of a value side by side, which one instruction multiplies and adds
-template <typename T>
-constexpr int64_t kTogether = std::is_same_v<T, Bf16> || std::is_same_v<T, int8_t> ? 2 : 1;
-
 // The nearest E4M3, ties to even, at most 448; NaN stays NaN
 inline Fp8 to_fp8(float x) {
     const uint32_t bits = __builtin_bit_cast(uint32_t, x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
@@ -126,39 +91,6 @@ inline float largest_of(const float *x, int64_t count) {
     float largest = 0.0f;
     for (int64_t i = 0; i < count; ++i) largest = __builtin_fabsf(x[i]) > largest ? __builtin_fabsf(x[i]) : largest;
     return largest;
-}
-
-// Numbers [count] in place: sixteen at a time through `pack`, to 16 bits each
-template <typename Pack>
-inline void pack_row(float *x, int64_t count, const Pack &pack) {
-    char *to = reinterpret_cast<char *>(x);
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) pack(Lanes::load(x + i), to + 2 * i);
-    if (i == count) return;
-    float last[kLanes] = {};
-    __builtin_memcpy(last, x + i, static_cast<size_t>(count - i) * sizeof(float));
-    pack(Lanes::load(last), last);
-    __builtin_memcpy(to + 2 * i, last, static_cast<size_t>(count - i) * 2);
-}
-
-// Numbers [count] in place, as integers of 16 bits, ties to even, the largest +-`most`; returns their unit, NaN where one of them is not finite
-inline float to_codes(float *x, int64_t count, float most) {
-    Lanes magnitude = Lanes::set(0.0f), wrong = magnitude;
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) {
-        const Lanes v = Lanes::load(x + i);
-        magnitude = Lanes::max(magnitude, Lanes::max(v, Lanes::mul(v, Lanes::set(-1.0f))));
-        wrong = Lanes::fma(v, Lanes::set(0.0f), wrong);
-    }
-    float largest = largest_lane(magnitude), nan = sum_in_order(wrong);
-    for (; i < count; ++i) {
-        largest = __builtin_fabsf(x[i]) > largest ? __builtin_fabsf(x[i]) : largest;
-        nan += x[i] * 0.0f;
-    }
-    const float scale = largest / most, inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
-    const Lanes factor = Lanes::set(inverse);
-    pack_row(x, count, [&](const Lanes &numbers, void *to) { Lanes::to_int16(Lanes::mul(numbers, factor), to); });
-    return scale + nan;
 }
 
 // One key or value [d] into the cache, element i at place(i); returns its scale: FP8's is given, or 0 for one of its own
@@ -202,21 +134,6 @@ inline float put(Fp8 *to, const float *from, int64_t d, float scale, Place place
     }
     for (int64_t i = 0; i < d; ++i) to[place(i)] = to_fp8(from[i] / scale);
     return scale;
-}
-
-// What a head has in a block, from 16 positions on
-template <typename T>
-struct Rows {
-    T *keys, *values;
-    float *key_scales, *value_scales;  // read where each key and value has one
-};
-
-// offset: of the first position in the block, a multiple of 16
-template <typename T>
-inline Rows<T> rows_at(const Cache &c, int64_t block, int64_t head, int64_t offset) {
-    T *keys = reinterpret_cast<T *>(c.memory + block * c.block_bytes + head * c.head_bytes()), *values = keys + c.block_size * c.head_dim;
-    float *scales = reinterpret_cast<float *>(values + c.block_size * c.value_dim());
-    return {keys + offset * c.head_dim, values + offset * c.value_dim(), scales + offset, scales + c.block_size + offset};
 }
 
 template <typename T>
@@ -283,28 +200,6 @@ void rotate_and_store(const Attention &a, int64_t token, int64_t token_end) {
     }
 }
 
-// Walks over a sequence's positions, 16 at a time, from a multiple of 16 on
-template <typename T>
-class Tiles {
-  public:
-    Tiles(const Attention &a, const AttentionPiece &p, int64_t position)
-        : cache_(&a.cache), head_(p.kv_head), block_(a.block_tables + p.sequence * a.table_stride + position / a.cache.block_size), offset_(position % a.cache.block_size) {}
-    Rows<T> rows() const { return rows_at<T>(*cache_, *block_, head_, offset_); }
-    void next() {
-        offset_ += 16;
-        if (offset_ == cache_->block_size) {
-            offset_ = 0;
-            ++block_;
-        }
-    }
-
-  private:
-    const Cache *cache_;
-    int64_t head_;
-    const int32_t *block_;
-    int64_t offset_;
-};
-
 constexpr int64_t kAhead = 64;  // positions: with 16 a decode step of 32 sequences waits for memory a fifth of its attention
 
 // Brings 16 positions of the cache, `bytes` each, before they are read: blocks lie anywhere, and the CPU does not guess where the next one is
@@ -348,14 +243,6 @@ template <int R>
 inline void interleave(const float *rows, int64_t stride, int64_t count, float *to) {
     for (int64_t i = 0; i < count; ++i)
         for (int r = 0; r < R; ++r) to[i * R + r] = rows[r * stride + i];
-}
-
-// Of 16 numbers for positions from k on, those that a row at `position` may not see become `hidden`.
-inline void hide(const Attention &a, int64_t position, int64_t k, float *numbers, float hidden) {
-    const int64_t oldest = a.window ? position - a.window + 1 : 0;
-    if (k + 15 <= position && k >= oldest) return;
-    for (int64_t j = 0; j < 16; ++j)
-        if (k + j > position || k + j < oldest) numbers[j] = hidden;
 }
 
 // score_rows for N tiles of 16 keys, the first of them k
@@ -407,38 +294,6 @@ void score_rows(const Attention &a, const AttentionPiece &p, const float *query,
         score_tiles<T, R, 1>(a, query, units, position, at, k, scores + (k - first), stride);
     }
 }
-
-// scores -> e^(score - largest), and one over their sum
-float soften_row(float *scores, int64_t count) {
-    Lanes most = Lanes::set(-__builtin_inff());
-    for (int64_t k = 0; k < count; k += kLanes) most = Lanes::max(most, Lanes::load(scores + k));
-    const Lanes shift = Lanes::set(-largest_lane(most));
-    Lanes sum = Lanes::set(0.0f);
-    for (int64_t k = 0; k < count; k += kLanes) {
-        const Lanes x = exponential(Lanes::add(Lanes::load(scores + k), shift));
-        x.store(scores + k);
-        sum = Lanes::add(sum, x);
-    }
-    return 1.0f / sum_in_order(sum);
-}
-
-// weights [R][stride] *= the scale of each position's value; what a row may not see stays 0, though the scale there may be NaN
-template <typename T, int R>
-void scale_weights(const Attention &a, const AttentionPiece &p, const int64_t *position, float *weights, int64_t stride, int64_t first, int64_t last) {
-    Tiles<T> tiles(a, p, first);
-    for (int64_t k = first; k <= last; k += 16, tiles.next()) {
-        const Lanes scale = Lanes::load(tiles.rows().value_scales);
-        for (int r = 0; r < R; ++r) {
-            float *w = weights + r * stride + (k - first);
-            Lanes::mul(Lanes::load(w), scale).store(w);
-            hide(a, position[r], k, w, 0.0f);
-        }
-    }
-}
-
-// Positions whose sums stay exact in 32 bits: of integers, 512 x 127 x 32767
-template <typename T>
-constexpr int64_t kSpan = std::is_same_v<T, int8_t> ? 512 : INT64_MAX / 2;
 
 // mix_values for N times 16 columns, the first of them i
 template <typename T, int R, int N>
@@ -508,7 +363,7 @@ void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float
     interleave<R>(query, d, d / kTogether<T>, interleaved);
     score_rows<T, R>(a, p, interleaved, units, position, first, last, row == 0, scores, stride);
     for (int r = 0; r < R; ++r) factor[r] = soften_row(scores + r * stride, stride);
-    if (a.cache.scaled) scale_weights<T, R>(a, p, position, scores, stride, first, last);
+    if (a.cache.scaled) scale_weights<T>(a, p, R, position, scores, stride, first, last);
     for (int r = 0; r < R; ++r) factor[r] *= prepare(scores + r * stride, stride, T{}) * a.cache.value_scale;
     mix_values<T, R>(a, p, scores, stride, factor, first, last, out);
 }

@@ -40,6 +40,18 @@ struct Lanes {
         _mm256_storeu_ps(p, lo);
         _mm256_storeu_ps(p + 8, hi);
     }
+    float sum() const {
+        __m256 s = _mm256_add_ps(lo, hi);
+        s = _mm256_hadd_ps(s, s);
+        s = _mm256_hadd_ps(s, s);
+        return _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+    }
+    float largest() const {
+        const __m256 a = _mm256_max_ps(lo, hi);
+        __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+        b = _mm_max_ps(b, _mm_movehl_ps(b, b));
+        return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
+    }
 
   private:
     static __m128i eight(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }  // halves, or twice as many bytes

@@ -54,6 +54,16 @@ struct Lanes {
         for (int i = 0; i < 16; ++i) codes[i] = static_cast<int16_t>(std::nearbyint(x.v[i]));
         std::memcpy(to, codes, sizeof codes);
     }
+    float sum() const {
+        float h[8];
+        for (int i = 0; i < 8; ++i) h[i] = v[i] + v[i + 8];
+        return ((h[0] + h[1]) + (h[2] + h[3])) + ((h[4] + h[5]) + (h[6] + h[7]));
+    }
+    float largest() const {
+        float most = v[0];
+        for (float x : v) most = x > most ? x : most;
+        return most;
+    }
     void store(float *p) const {
         for (int i = 0; i < 16; ++i) p[i] = v[i];
     }

@@ -91,6 +91,7 @@ class Context {
     std::string isa_;
     LinearPiece piece_;
     const LayerFunctions *layers_;
+    const TileAttention *tiles_ = nullptr;  // null: none
     const IntegerFunctions *integer_;
     const BlockwiseFunctions *blockwise_;
     std::vector<int8_t> codes_;  // rounded activations of the product that runs

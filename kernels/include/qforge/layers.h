@@ -108,4 +108,13 @@ extern const LayerFunctions layers_portable;
 extern const LayerFunctions layers_avx2;
 extern const LayerFunctions layers_avx512;  // with the dot products of VNNI and BF16 in attention
 
+// The same attention by tiles
+struct TileAttention {
+    bool (*takes)(const Attention &a, const AttentionPiece &piece);
+    int64_t (*scratch_bytes)(const Attention &a, int64_t longest_context);
+    void (*attend)(const Attention &a, const AttentionPiece &piece, float *scratch);
+};
+
+extern const TileAttention tile_attention_amx;
+
 }  // namespace qforge

@@ -78,7 +78,8 @@ def _dense_attention(qkv: torch.Tensor, a: AttentionParameters, rope: tuple[torc
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "window", "normed"), [(4, 2, 16, 0, False), (3, 1, 8, 0, True), (6, 6, 6, 5, False), (9, 3, 64, 20, True), (2, 2, 48, 1, False)]
+    ("heads", "kv_heads", "head_dim", "window", "normed"),
+    [(4, 2, 16, 0, False), (3, 1, 8, 0, True), (6, 6, 6, 5, False), (9, 3, 64, 20, True), (2, 2, 48, 1, False), (9, 3, 64, 0, True), (8, 1, 128, 0, False)],
 )
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("stored", STORED)
@@ -123,58 +124,65 @@ def test_keys_and_values_at_the_ends_of_their_range_are_kept(kind: str) -> None:
         torch.testing.assert_close(y, wanted, rtol=1e-6, atol=0)
 
 
-def _one_query(ops: NativeLayers, key: float, value: float, query: float, positions: int) -> torch.Tensor:
-    """What the last of `positions` equal tokens (one head, 4 wide, not rotated) attends to."""
-    a = AttentionParameters(1, 1, 4, 0, 1.0, None, None, 1e-6)
+WIDTHS = [4, 64]  # of a head: by the dot products of vectors, and by AMX's tiles
+
+
+def _one_query(ops: NativeLayers, key: float, value: float, query: float, positions: int, wide: int = 4) -> torch.Tensor:
+    """What the last of `positions` equal tokens (one head, not rotated) attends to."""
+    a = AttentionParameters(1, 1, wide, 0, 1.0, None, None, 1e-6)
     blocks = -(-positions // 16)
-    cache, places = ops.cache(blocks, 16, 1, 4), torch.arange(positions)
+    cache, places = ops.cache(blocks, 16, 1, wide), torch.arange(positions)
     batch = Batch(places, places, torch.arange(blocks, dtype=torch.int32)[None], torch.tensor([0, positions], dtype=torch.int32))
-    row = torch.tensor([query] * 4 + [key] * 4 + [value] * 4)
-    return ops.attention(row.repeat(positions, 1), a, cache, (torch.ones(positions, 2), torch.zeros(positions, 2)), batch)[-1]
+    row = torch.tensor([query] * wide + [key] * wide + [value] * wide)
+    return ops.attention(row.repeat(positions, 1), a, cache, (torch.ones(positions, wide // 2), torch.zeros(positions, wide // 2)), batch)[-1]
 
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8", "fp8"])
-@pytest.mark.parametrize("positions", [511, 512, 513, 1500])
-def test_weights_that_are_all_alike_mix_to_the_value(kind: str, positions: int) -> None:
+@pytest.mark.parametrize("positions", [511, 512, 513, 1520])
+@pytest.mark.parametrize("wide", WIDTHS)
+def test_weights_that_are_all_alike_mix_to_the_value(kind: str, positions: int, wide: int) -> None:
     """The largest sums of 8 x 16 bits that there are: 32 bits hold those of 512 positions."""
     for isa in instruction_sets():
-        y = _one_query(NativeLayers(1, isa, kind), 0.0, -3.0, 1.0, positions)
-        torch.testing.assert_close(y, torch.full((4,), -3.0), rtol=1e-5, atol=0)
+        y = _one_query(NativeLayers(1, isa, kind), 0.0, -3.0, 1.0, positions, wide)
+        torch.testing.assert_close(y, torch.full((wide,), -3.0), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8", "fp8"])
-def test_a_query_that_is_no_number_is_not_hidden(kind: str) -> None:
+@pytest.mark.parametrize("wide", WIDTHS)
+def test_a_query_that_is_no_number_is_not_hidden(kind: str, wide: int) -> None:
     for isa in instruction_sets():
-        assert _one_query(NativeLayers(1, isa, kind), 1.0, 1.0, math.nan, 20).isnan().all()
+        assert _one_query(NativeLayers(1, isa, kind), 1.0, 1.0, math.nan, 20, wide).isnan().all()
 
 
-def test_a_value_that_is_no_number_does_not_reach_rows_before_it() -> None:
+@pytest.mark.parametrize("wide", WIDTHS)
+def test_a_value_that_is_no_number_does_not_reach_rows_before_it(wide: int) -> None:
     """Of one step, where the whole tile is written before any row attends to it; in int8 the scale is no number."""
-    a, length = AttentionParameters(3, 1, 8, 0, 0.4), 21
-    x = torch.randn(length, 5 * 8, generator=torch.Generator().manual_seed(3))
-    places, rope = torch.arange(length), (torch.ones(length, 4), torch.zeros(length, 4))
+    a, length = AttentionParameters(3, 1, wide, 0, 0.4), 21
+    x = torch.randn(length, 5 * wide, generator=torch.Generator().manual_seed(3))
+    places, rope = torch.arange(length), (torch.ones(length, wide // 2), torch.zeros(length, wide // 2))
     batch = Batch(places, places, torch.arange(2, dtype=torch.int32)[None], torch.tensor([0, length], dtype=torch.int32))
     for ops in STORED["attention int8"]:
         clean, spoilt = x.clone(), x.clone()
-        spoilt[-1, -8:] = math.nan
-        good, bad = (ops.attention(t, a, ops.cache(2, 16, 1, 8), rope, batch) for t in (clean, spoilt))
+        spoilt[-1, -wide:] = math.nan
+        good, bad = (ops.attention(t, a, ops.cache(2, 16, 1, wide), rope, batch) for t in (clean, spoilt))
         assert bad[-1].isnan().all()
         assert torch.equal(good[:-1], bad[:-1])
 
 
 @pytest.mark.parametrize("pieces", [[21], [1] * 21, [5, 1, 13, 2]])
 @pytest.mark.parametrize("stored", STORED)
-def test_what_another_sequence_left_in_a_block_is_not_read(stored: str, pieces: list[int]) -> None:
-    a, length = AttentionParameters(3, 1, 8, 0, 0.4), 21
-    x = torch.randn(length, 5 * 8, generator=torch.Generator().manual_seed(4))
-    places, rope = torch.arange(48), (torch.ones(48, 4), torch.zeros(48, 4))
+@pytest.mark.parametrize("wide", WIDTHS)
+def test_what_another_sequence_left_in_a_block_is_not_read(stored: str, pieces: list[int], wide: int) -> None:
+    a, length = AttentionParameters(3, 1, wide, 0, 0.4), 21
+    x = torch.randn(length, 5 * wide, generator=torch.Generator().manual_seed(4))
+    places, rope = torch.arange(48), (torch.ones(48, wide // 2), torch.zeros(48, wide // 2))
     tables = torch.arange(3, dtype=torch.int32)[None]
     for ops in STORED[stored]:
         results = []
         for left in (None, math.nan):
-            cache = ops.cache(3, 16, 1, 8)
+            cache = ops.cache(3, 16, 1, wide)
             if left is not None:
-                ops.attention(torch.full((48, 5 * 8), left), a, cache, rope, Batch(places, places, tables, torch.tensor([0, 48], dtype=torch.int32)))
+                ops.attention(torch.full((48, 5 * wide), left), a, cache, rope, Batch(places, places, tables, torch.tensor([0, 48], dtype=torch.int32)))
             done, rows = 0, []
             for n in pieces:
                 here = places[done : done + n]

@@ -66,6 +66,7 @@ NB_MODULE(_solver, m) {
         nb::arg("rows"), nb::arg("groups"), nb::arg("size"), nb::arg("best"), nb::call_guard<nb::gil_scoped_release>());
     m.attr("TILE") = qforge::kTile;
     m.def("has_bf16_products", &qforge::has_bf16_products);
+    m.def("has_bf16_tiles", &qforge::has_bf16_tiles);
     m.def(
         "add_products",
         [](Pool &pool, uintptr_t left, uintptr_t right, int64_t tokens, int64_t left_width, int64_t right_width, bool lower, uintptr_t into) {

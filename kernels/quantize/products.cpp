@@ -176,6 +176,8 @@ Packed allocate(int64_t words) {
 
 }  // namespace
 
+bool has_bf16_tiles() { return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16"); }
+
 bool has_bf16_products() { return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"); }
 
 void add_products(Pool &pool, const float *left, const float *right, int64_t tokens, int64_t left_width, int64_t right_width, bool lower, float *into) {
@@ -234,6 +236,7 @@ void multiply(Pool &pool, const float *x, int64_t tokens, int64_t inputs, const 
 #else
 
 bool has_bf16_products() { return false; }
+bool has_bf16_tiles() { return false; }
 void add_products(Pool &, const float *, const float *, int64_t, int64_t, int64_t, bool, float *) { std::abort(); }
 void multiply(Pool &, const float *, int64_t, int64_t, const float *, int64_t, float *) { std::abort(); }
 

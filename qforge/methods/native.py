@@ -6,9 +6,11 @@ Letters: O output features, I input features, R x C shape of the scales, K candi
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from qforge.qlinear import code_dtype
 from qforge.scheme import Per, Scheme, Symmetry
 
 _log = logging.getLogger(__name__)
+_STRIP, _LEAST = 256, 32  # columns of a product with the lower half of a symmetric one, and what tiles are worth their setup for
 
 
 def module() -> Any | None:
@@ -45,11 +48,33 @@ def has_bf16_products() -> bool:
     return native is not None and bool(native.has_bf16_products())
 
 
+def has_bf16_tiles() -> bool:
+    """Whether these products go through torch (oneDNN) to the CPU's tiles of bf16 (AMX), at six times the rate of the loops here."""
+    native = module()
+    return native is not None and bool(native.has_bf16_tiles())
+
+
 def tile() -> int:
     """Columns of the tiles in which `add_products` computes."""
     native = module()
     assert native is not None
-    return int(native.TILE)
+    return _STRIP if has_bf16_tiles() else int(native.TILE)
+
+
+@contextlib.contextmanager
+def _bf16_in_torch() -> Iterator[None]:
+    """While open, torch rounds the factors of fp32 products to bf16, and keeps their sums in fp32."""
+    matmul = torch.backends.mkldnn.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def _fills_tiles(*sizes: int) -> bool:
+    """Whether a product is large enough: torch multiplies small ones in fp32."""
+    return has_bf16_tiles() and min(sizes) >= _LEAST
 
 
 @functools.lru_cache(maxsize=1)
@@ -215,7 +240,15 @@ def add_products(left: torch.Tensor, right: torch.Tensor, into: torch.Tensor, *,
         assert x.dtype == torch.float32
         assert x.is_contiguous()
         assert x.shape == shape
-    native.add_products(_pool(torch.get_num_threads()), left.data_ptr(), right.data_ptr(), left.shape[0], *into.shape, lower, into.data_ptr())
+    if _fills_tiles(*left.shape, right.shape[1]):
+        with _bf16_in_torch():
+            for first in range(0, into.shape[1], _STRIP) if lower else ():
+                into[first:, first : first + _STRIP].addmm_(left[:, first:].T, right[:, first : first + _STRIP])
+            if not lower:
+                into.addmm_(left.T, right)
+        return
+    whole = has_bf16_tiles() or not lower  # what is within a tile() of the diagonal is whole
+    native.add_products(_pool(torch.get_num_threads()), left.data_ptr(), right.data_ptr(), left.shape[0], *into.shape, not whole, into.data_ptr())
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -226,6 +259,9 @@ def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         assert factor.dtype == torch.float32
         assert factor.is_contiguous()
     assert x.shape[1] == weight.shape[1]
+    if _fills_tiles(*x.shape, weight.shape[0]):
+        with _bf16_in_torch():
+            return x @ weight.T
     y = torch.empty(x.shape[0], weight.shape[0])
     native.multiply(_pool(torch.get_num_threads()), x.data_ptr(), *x.shape, weight.data_ptr(), weight.shape[0], y.data_ptr())
     return y

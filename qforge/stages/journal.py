@@ -33,7 +33,7 @@ def key(stage: str, **parts: Any) -> str:
 
 def machine() -> dict[str, Any]:
     """What bits depend on beside inputs and threads."""
-    return {"qforge": __version__, "torch": torch.__version__, "isa": [torch.backends.cpu.get_cpu_capability(), native.has_bf16_products()]}
+    return {"qforge": __version__, "torch": torch.__version__, "isa": [torch.backends.cpu.get_cpu_capability(), native.has_bf16_products(), native.has_bf16_tiles()]}
 
 
 class Journal:

@@ -10,6 +10,9 @@ namespace qforge {
 // Whether this CPU can run them.
 bool has_bf16_products();
 
+// Whether it multiplies tiles of bf16 (AMX), which a library does several times faster than these.
+bool has_bf16_tiles();
+
 constexpr int64_t kTile = 32;
 
 // into[i, j] += sum over tokens of left[t, i] * right[t, j], both rounded to bf16; left, right: [tokens, their width] fp32; into: [left_width, right_width] fp32. With `lower` only for i >= j, and for

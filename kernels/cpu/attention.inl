@@ -2,9 +2,9 @@
 
 constexpr int64_t kLanes = 16;
 
-// e^x to about 1 ulp, exactly 0 below -87; the polynomial is Cephes' expf (S. Moshier)
+// e^x to about 1 ulp, exactly 0 below -87, NaN of NaN (min and max give their second argument where one is NaN); the polynomial is Cephes' expf (S. Moshier)
 inline Lanes exponential(Lanes x) {
-    const Lanes clamped = Lanes::max(Lanes::min(x, Lanes::set(88.0f)), Lanes::set(-87.0f));
+    const Lanes clamped = Lanes::max(Lanes::set(-87.0f), Lanes::min(Lanes::set(88.0f), x));
     const Lanes n = Lanes::round(Lanes::mul(clamped, Lanes::set(1.44269504088896341f)));
     Lanes r = Lanes::fma(n, Lanes::set(-0.693359375f), clamped);
     r = Lanes::fma(n, Lanes::set(2.12194440e-4f), r);
@@ -15,7 +15,7 @@ inline Lanes exponential(Lanes x) {
     p = Lanes::fma(p, r, Lanes::set(1.6666665459e-1f));
     p = Lanes::fma(p, r, Lanes::set(5.0000001201e-1f));
     p = Lanes::add(Lanes::fma(p, Lanes::mul(r, r), r), Lanes::set(1.0f));
-    return Lanes::keep_above(x, Lanes::set(-87.0f), Lanes::exp_scale(p, n));
+    return Lanes::zero_below(x, Lanes::set(-87.0f), Lanes::exp_scale(p, n));
 }
 
 // Numbers [count] in place: sixteen at a time through `pack`, to 16 bits each

@@ -156,6 +156,7 @@ void mix_group(const Attention &a, const AttentionPiece &p, const Room &room, in
             _tile_dpbusd(1, 3, 4);
             _tile_dpbssd(6, 2, 5);
             _tile_dpbusd(7, 3, 5);
+            written_for_tiles();  // and that they read it before it is written again
         }
         _tile_stored(0, room.sums[0][0][0], 64);
         _tile_stored(1, room.sums[0][1][0], 64);
@@ -193,12 +194,15 @@ void attend_group(const Attention &a, const AttentionPiece &p, int64_t row, int6
     for (int64_t i = 0; i < d; i += 32) mix_group(a, p, room, rows, factor, last, i, out);
 }
 
+bool fits(const Cache &c) { return c.type == CacheType::I8 && c.head_dim % kDepth == 0; }
+
+// Where a window hides positions, tiles would go over all of them.
 bool takes(const Attention &a, const AttentionPiece &p) {
     const int64_t rows = (p.query_end - p.query) * (a.heads / a.cache.kv_heads);
-    return a.cache.type == CacheType::I8 && a.cache.head_dim % kDepth == 0 && rows >= kGroup && (a.window == 0 || a.positions[p.query_end - 1] < a.window);
+    return fits(a.cache) && rows >= kGroup && (a.window == 0 || a.positions[p.query_end - 1] < a.window);
 }
 
-int64_t scratch_bytes(const Attention &a, int64_t longest_context) { return Room::bytes(a.cache.head_dim, longest_context); }
+int64_t scratch_bytes(const Attention &a, int64_t longest_context) { return fits(a.cache) ? Room::bytes(a.cache.head_dim, longest_context) : 0; }
 
 void attend(const Attention &a, const AttentionPiece &p, float *scratch) {
     const Configured configured(kConfig);

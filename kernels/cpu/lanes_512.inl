@@ -18,7 +18,7 @@ struct Lanes {
     static Lanes min(Lanes a, Lanes b) { return {_mm512_min_ps(a.v, b.v)}; }
     static Lanes round(Lanes a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
     static Lanes exp_scale(Lanes p, Lanes n) { return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p.v), _mm512_slli_epi32(_mm512_cvtps_epi32(n.v), 23)))}; }
-    static Lanes keep_above(Lanes x, Lanes limit, Lanes y) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_GT_OQ), y.v)}; }
+    static Lanes zero_below(Lanes x, Lanes limit, Lanes y) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLE_UQ), y.v)}; }
     static void to_bf16(Lanes x, void *to) {
         const __m512i bits = _mm512_castps_si512(x.v), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
         store_halves(_mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16), to);

@@ -1,6 +1,6 @@
 // The functions of layers.h, written once over `Lanes` (16 floats), which the including file defines for its instruction set.
 // Lanes: sum() of lanes i and i + 8, then of neighbours, neighbouring pairs, and halves; largest(); load (floats, halves, FP8 codes divided by kFp8), store, set, fma(a, b, c) = a b + c, add, mul, div, max, exp_scale(p, n) = p 2^n for integral n, round,
-//        keep_above(x, limit, y) = x > limit ? y : 0, to_bf16 and to_int16 (16 numbers, ties to even, into 32 bytes). to_half(x): the nearest half, ties to even.
+//        zero_below(x, limit, y) = x <= limit ? 0 : y, to_bf16 and to_int16 (16 numbers, ties to even, into 32 bytes). to_half(x): the nearest half, ties to even.
 // Also in the including file: kSums, how many sums over 16 columns registers hold; and, both over 16 pairs of columns and one pair of a row, which lies in a float as prepare()
 // packs it (see Fmas for the interface): IntegerDots, exact; Bf16Dots: in fp32, the second product is added first, then the first (as AVX512-BF16 does).
 

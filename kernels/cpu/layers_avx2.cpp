@@ -28,8 +28,8 @@ struct Lanes {
         return {_mm256_round_ps(a.lo, nearest), _mm256_round_ps(a.hi, nearest)};
     }
     static Lanes exp_scale(const Lanes &p, const Lanes &n) { return {exp_scale(p.lo, n.lo), exp_scale(p.hi, n.hi)}; }
-    static Lanes keep_above(const Lanes &x, const Lanes &limit, const Lanes &y) {
-        return {_mm256_and_ps(_mm256_cmp_ps(x.lo, limit.lo, _CMP_GT_OQ), y.lo), _mm256_and_ps(_mm256_cmp_ps(x.hi, limit.hi, _CMP_GT_OQ), y.hi)};
+    static Lanes zero_below(const Lanes &x, const Lanes &limit, const Lanes &y) {
+        return {_mm256_and_ps(_mm256_cmp_ps(x.lo, limit.lo, _CMP_NLE_UQ), y.lo), _mm256_and_ps(_mm256_cmp_ps(x.hi, limit.hi, _CMP_NLE_UQ), y.hi)};
     }
     static void to_bf16(const Lanes &x, void *to) { store_halves(upper_halves(x.lo), upper_halves(x.hi), to); }
     static void to_int16(const Lanes &x, void *to) {

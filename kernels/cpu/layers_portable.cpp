@@ -40,7 +40,7 @@ struct Lanes {
             return y;
         });
     }
-    static Lanes keep_above(const Lanes &x, const Lanes &limit, const Lanes &y) { return each([&](int i) { return x.v[i] > limit.v[i] ? y.v[i] : 0.0f; }); }
+    static Lanes zero_below(const Lanes &x, const Lanes &limit, const Lanes &y) { return each([&](int i) { return x.v[i] <= limit.v[i] ? 0.0f : y.v[i]; }); }
     static void to_bf16(const Lanes &x, void *to) {
         uint16_t halves[16];
         for (int i = 0; i < 16; ++i) {

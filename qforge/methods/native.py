@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from qforge.qlinear import code_dtype
 from qforge.scheme import Per, Scheme, Symmetry
 
 _log = logging.getLogger(__name__)
+_ONE_AT_A_TIME = threading.Lock()
 _STRIP, _LEAST = 256, 32  # columns of a product with the lower half of a symmetric one, and what tiles are worth their setup for
 
 
@@ -65,11 +67,13 @@ def tile() -> int:
 def _bf16_in_torch() -> Iterator[None]:
     """While open, torch rounds the factors of fp32 products to bf16, and keeps their sums in fp32."""
     matmul = torch.backends.mkldnn.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
+    with _ONE_AT_A_TIME:  # it is the whole process's
+        before = matmul.fp32_precision
+        try:
+            matmul.fp32_precision = "bf16"
+            yield
+        finally:
+            matmul.fp32_precision = before
 
 
 def _fills_tiles(*sizes: int) -> bool:
@@ -232,7 +236,7 @@ def add_products(left: torch.Tensor, right: torch.Tensor, into: torch.Tensor, *,
         left: `[N, O]` fp32.
         right: `[N, I]` fp32.
         into: `[O, I]` fp32.
-        lower: only on and below the diagonal; what lies above within a tile of `tile()` columns is added to as well.
+        lower: only on and below the diagonal; what lies above may be added to as well, and is within a tile of `tile()` columns.
     """
     native = module()
     assert native is not None

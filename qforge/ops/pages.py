@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
 
@@ -16,5 +17,6 @@ def anonymous(size: int) -> mmap.mmap:
         return mmap.mmap(-1, size)
     region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory, Python's default, gets no huge pages
     if sys.platform == "linux":
-        region.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a hint, which a kernel built without them does not know
+            region.madvise(mmap.MADV_HUGEPAGE)
     return region

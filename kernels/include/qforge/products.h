@@ -1,4 +1,4 @@
-// Products in bf16 with fp32 sums, of fp32 matrices: twice the rate of fp32 on CPUs with AVX512-BF16. Every sum has one fixed order, whatever the number of threads.
+// Products in bf16 with fp32 sums, of fp32 matrices: twice the rate of fp32 on CPUs with AVX512-BF16. Every sum of these loops has one fixed order, whatever the number of threads.
 #pragma once
 
 #include <cstdint>

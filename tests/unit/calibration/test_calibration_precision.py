@@ -32,7 +32,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (2, 31), (37, 50), (255, 64), (256, 33), (513, 97)])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (2, 31), (37, 50), (255, 64), (256, 33), (513, 97), (3, 300), (40, 600)])
 def test_sums_are_those_of_rounded_factors(tokens: int, width: int) -> None:
     x, y, start = normal(tokens, width), normal(tokens, width, seed=1), normal(width, width, seed=2)
     full, lower = start.clone(), start.clone()
@@ -42,6 +42,9 @@ def test_sums_are_those_of_rounded_factors(tokens: int, width: int) -> None:
     tolerance = 1e-6 * tokens
     torch.testing.assert_close(full.double(), start + a.T @ b, rtol=0, atol=tolerance)
     torch.testing.assert_close(lower.double().tril(), (start + a.T @ a).tril(), rtol=0, atol=tolerance)
+    for first in range(0, width, native.tile()):
+        diagonal = slice(first, first + native.tile())
+        torch.testing.assert_close(lower[diagonal, diagonal].double(), (start + a.T @ a)[diagonal, diagonal], rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(("tokens", "left", "right"), [(1, 3, 1), (300, 40, 65), (70, 96, 7)])
@@ -56,6 +59,7 @@ def test_products_are_those_of_rounded_factors(tokens: int, inputs: int, outputs
     x, weight = normal(tokens, inputs), normal(outputs, inputs, seed=1)
     found = native.multiply(x, weight)
     torch.testing.assert_close(found.double(), x.bfloat16().double() @ weight.bfloat16().double().T, rtol=0, atol=1e-6 * inputs)
+    torch.testing.assert_close((x @ weight.T).double(), x.double() @ weight.double().T, rtol=0, atol=1e-6 * inputs)  # other products are in fp32 as before
 
 
 def test_threads_do_not_change_bits() -> None:

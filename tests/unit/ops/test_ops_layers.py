@@ -169,6 +169,22 @@ def test_a_value_that_is_no_number_does_not_reach_rows_before_it(wide: int) -> N
         assert torch.equal(good[:-1], bad[:-1])
 
 
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("wide", WIDTHS)
+def test_a_key_that_is_no_number_reaches_all_rows_that_see_it(stored: str, wide: int) -> None:
+    """And none before it, wherever it lies among other scores of its lane."""
+    a, length = AttentionParameters(3, 1, wide, 0, 0.4), 40
+    x = torch.randn(length, 5 * wide, generator=torch.Generator().manual_seed(5))
+    places, rope = torch.arange(length), (torch.ones(length, wide // 2), torch.zeros(length, wide // 2))
+    batch = Batch(places, places, torch.arange(3, dtype=torch.int32)[None], torch.tensor([0, length], dtype=torch.int32))
+    for ops in STORED[stored]:
+        clean, spoilt = x.clone(), x.clone()
+        spoilt[3, 3 * wide : 4 * wide] = math.nan
+        good, bad = (ops.attention(t, a, ops.cache(3, 16, 1, wide), rope, batch) for t in (clean, spoilt))
+        assert bad[3:].isnan().all()
+        assert torch.equal(good[:3], bad[:3])
+
+
 @pytest.mark.parametrize("pieces", [[21], [1] * 21, [5, 1, 13, 2]])
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("wide", WIDTHS)

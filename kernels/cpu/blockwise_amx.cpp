@@ -14,31 +14,18 @@ constexpr int64_t kPanelSegment = kSegment * kTile;  // bytes
 // Sums of 16 rows x 16 columns; activations; weights
 constexpr TileConfig kConfig{.columns = {64, 64, kSegment, kSegment, 64, 64}, .rows = {16, 16, 16, 16, kSegment / 4, kSegment / 4}};
 
-// Codes of a tile -> panel [inputs / 4][16 columns][4], less the weight's zero point, or as they are where zero points differ; piece by piece, while the tile before it is multiplied
-struct Unpacking {
-    const uint8_t *from;
-    int8_t *to;
-    int64_t chunks;  // left
-
-    Unpacking(const Weight &w, int64_t tile, int64_t tile_end, int8_t *panel)
-        : from(w.codes + tile * (w.inputs() / 8) * chunk_bytes(w.format)), to(panel), chunks(tile < tile_end ? w.inputs() / 8 : 0) {}
-    void next(const Weight &w, int64_t most) {
-        const int64_t count = std::min(most, chunks);
-        chunks -= count;
-        if (w.format == Format::INT8) {
-            to_signed(from, count * 128, to);
-            from += count * 128;
-            to += count * 128;
-            return;
-        }
-        const __m512i zero = _mm512_set1_epi8(static_cast<char>(w.zero < 0 ? 0 : w.zero)), mask = _mm512_set1_epi8(15);
-        for (int64_t i = 0; i < count; ++i, from += 64, to += 128) {
-            const __m512i both = _mm512_loadu_si512(from);
-            _mm512_store_si512(to, _mm512_sub_epi8(_mm512_and_si512(both, mask), zero));
-            _mm512_store_si512(to + 64, _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi32(both, 4), mask), zero));
-        }
+// Codes of a tile -> panel [inputs / 4][16 columns][4], less the weight's zero point, or as they are where zero points differ
+void unpack(const Weight &w, int64_t tile, int8_t *panel) {
+    const int64_t chunks = w.inputs() / 8;
+    const uint8_t *from = w.codes + tile * chunks * chunk_bytes(w.format);
+    if (w.format == Format::INT8) return to_signed(from, chunks * 128, panel);
+    const __m512i zero = _mm512_set1_epi8(static_cast<char>(w.zero < 0 ? 0 : w.zero)), mask = _mm512_set1_epi8(15);
+    for (int64_t i = 0; i < chunks; ++i, panel += 128) {
+        const __m512i both = _mm512_loadu_si512(from + i * 64);
+        _mm512_store_si512(panel, _mm512_sub_epi8(_mm512_and_si512(both, mask), zero));
+        _mm512_store_si512(panel + 64, _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi32(both, 4), mask), zero));
     }
-};
+}
 
 // sums [16][16] = products of a segment: x: one byte of the codes of 16 rows, `stride` bytes apart
 inline __attribute__((always_inline)) void multiply(bool odd, const int8_t *x, int64_t stride, const int8_t *panel, int32_t *sums) {
@@ -59,7 +46,7 @@ inline __attribute__((always_inline)) void multiply(bool odd, const int8_t *x, i
 
 // 16 rows x 1 tile, of which `rows` are wanted; S segments of a block at a time: the whole block, or a part of it
 template <int L, bool Z, int S, bool Whole>
-void product(const BlockwisePiece &p, int64_t row, int64_t rows, int64_t tile, const int8_t *panel, Unpacking &after, Ahead &codes_ahead, Ahead &scales_ahead) {
+void product(const BlockwisePiece &p, int64_t row, int64_t rows, int64_t tile, const int8_t *panel, Ahead &codes_ahead, Ahead &scales_ahead) {
     const Weight &w = *p.weight;
     const int64_t inputs = w.inputs(), of_block = segments_of_block(w), segments = w.blocks * of_block;
     const int8_t *x = p.rounded.codes + row * L * inputs;
@@ -76,7 +63,6 @@ void product(const BlockwisePiece &p, int64_t row, int64_t rows, int64_t tile, c
     };
     begin(0);
     for (int64_t b = 0, segment = 0; b < w.blocks; ++b) {
-        after.next(w, w.block_k / 8);
         codes_ahead.fetch();
         scales_ahead.fetch();
         for (const int64_t end = std::min(rows, 2 * (b + 1) * rows / w.blocks); here < end; ++here) __builtin_prefetch(y + here * p.y_stride, 1);  // sums would wait behind stores to memory that is not there yet
@@ -115,16 +101,12 @@ void all_groups(const BlockwisePiece &p, int8_t *panel) {
     const auto part = segments % 2 ? product<L, Z, 1, false> : product<L, Z, 2, false>;
     const auto run = segments == 1 ? product<L, Z, 1, true> : segments == 2 ? product<L, Z, 2, true> : part;
     const int64_t rows = p.row_end - p.row, groups = (rows + kRows - 1) / kRows;
-    int8_t *other = panel + panel_bytes(w);
-    Unpacking(w, p.tile, p.tile_end, panel).next(w, w.inputs() / 8);
-    for (int64_t tile = p.tile; tile < p.tile_end; ++tile, std::swap(panel, other)) {
-        Unpacking after(w, tile + 1, p.tile_end, other);
-        Ahead codes_ahead = codes_after(w, tile + 1, tile + 2, rows, groups), scales_ahead = scales_after(w, tile, tile + 1, rows, groups);
-        for_groups(p.row, p.row_end, [&](int64_t row, int64_t rows) { run(p, row, rows, tile, panel, after, codes_ahead, scales_ahead); });
+    for (int64_t tile = p.tile; tile < p.tile_end; ++tile) {
+        Ahead codes_ahead = codes_after(w, tile, tile + 1, rows, groups), scales_ahead = scales_after(w, tile, tile + 1, rows, groups);
+        unpack(w, tile, panel);
+        for_groups(p.row, p.row_end, [&](int64_t row, int64_t rows) { run(p, row, rows, tile, panel, codes_ahead, scales_ahead); });
     }
 }
-
-int64_t scratch_bytes(const Weight &w) { return 2 * panel_bytes(w); }
 
 void round_rows(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &rounded, int64_t row, int64_t row_end) {
     blockwise_avx512_vnni.round_rows(w, x, x_stride, rounded, row, row_end);
@@ -147,6 +129,6 @@ void piece(const BlockwisePiece &p, void *scratch) {
 
 }  // namespace
 
-constinit const BlockwiseFunctions blockwise_amx = {round_rows, piece, kRows, kMostRows, scratch_bytes};
+constinit const BlockwiseFunctions blockwise_amx = {round_rows, piece, kRows, kMostRows, panel_bytes};
 
 }  // namespace qforge

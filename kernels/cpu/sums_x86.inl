@@ -50,7 +50,7 @@ struct Ahead {
 // One row reads its weights as fast as they come already, and takes longer when they are brought ahead.
 inline Ahead next_tiles(const Weight &w, const uint8_t *from, int64_t bytes, int64_t strip, int64_t strip_end, int64_t rows, int64_t groups) {
     const int64_t tiles = rows > 1 ? std::min(strip_end - strip, w.tiles() - strip_end) : 0, calls = groups * std::max<int64_t>(1, (strip_end - strip) / 2);
-    if (tiles <= 0) return {from, from, 0};
+    if (tiles == 0) return {from, from, 0};
     return {from + strip_end * bytes, from + (strip_end + tiles) * bytes, (tiles * bytes / (calls * w.blocks) + 63) / 64 * 64};
 }
 

@@ -19,10 +19,11 @@ namespace qforge {
     return f;
 }
 
-// The nearest half, ties to even; |x| at most 65504
+// The nearest half, ties to even; |x| at most 65504, or NaN
 [[maybe_unused]] static uint16_t half_from_float(float x) {
     const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
     const float magnitude = std::fabs(x);
+    if (std::isnan(x)) return sign | 0x7E00;
     if (magnitude < 0x1p-14f) return sign | static_cast<uint16_t>(std::nearbyint(magnitude * 0x1p24f));  // subnormal: a multiple of 2^-24
     uint32_t bits;
     std::memcpy(&bits, &magnitude, 4);

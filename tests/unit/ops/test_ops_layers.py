@@ -177,7 +177,7 @@ def test_a_key_that_is_no_number_reaches_all_rows_that_see_it(stored: str, wide:
     x = torch.randn(length, 5 * wide, generator=torch.Generator().manual_seed(5))
     places, rope = torch.arange(length), (torch.ones(length, wide // 2), torch.zeros(length, wide // 2))
     batch = Batch(places, places, torch.arange(3, dtype=torch.int32)[None], torch.tensor([0, length], dtype=torch.int32))
-    for ops in STORED[stored]:
+    for ops in STORED[stored][stored == "attention" :]:  # not PyTorch's reference
         clean, spoilt = x.clone(), x.clone()
         spoilt[3, 3 * wide : 4 * wide] = math.nan
         good, bad = (ops.attention(t, a, ops.cache(3, 16, 1, wide), rope, batch) for t in (clean, spoilt))

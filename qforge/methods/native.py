@@ -66,7 +66,8 @@ def tile() -> int:
 @contextlib.contextmanager
 def _bf16_in_torch() -> Iterator[None]:
     """While open, torch rounds the factors of fp32 products to bf16, and keeps their sums in fp32."""
-    matmul = torch.backends.mkldnn.matmul
+    onednn: Any = torch.backends.mkldnn  # its attributes are made at run time
+    matmul = onednn.matmul
     with _ONE_AT_A_TIME:  # it is the whole process's
         before = matmul.fp32_precision
         try:

@@ -50,10 +50,10 @@ inline Lanes join(const int32_t *high, const int32_t *low) {
 
 // What a group of 16 rows works in
 struct Room {
-    int64_t stride;         // of scores and weights: positions, a multiple of 64
-    float *scores;          // [16][stride]
-    Bytes queries, weights;  // [16][head_dim], [16][stride]
-    int8_t *panel;             // [head_dim / 64 or 2][64 / 4][16][4]
+    int64_t stride;              // of scores and weights: positions, a multiple of 64
+    float *scores;               // [16][stride]
+    Bytes queries, weights;      // [16][head_dim], [16][stride]
+    int8_t *panel;               // [head_dim / 64 or 2][64 / 4][16][4]
     int32_t (*sums)[2][16][16];  // [2] of high and low bytes
 
     static int64_t bytes(int64_t head_dim, int64_t positions) {

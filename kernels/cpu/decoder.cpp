@@ -5,23 +5,15 @@
 #include <cstdlib>
 #include <cstring>
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 #include "qforge/half.h"
 
 namespace qforge {
 namespace {
 
 Scratch allocate(int64_t floats) {
-    constexpr size_t kLine = 64, kHuge = 2 << 20;
-    const size_t wanted = static_cast<size_t>(floats) * sizeof(float), unit = wanted < kHuge ? kLine : kHuge, bytes = (wanted + unit - 1) / unit * unit;
-    Scratch room(static_cast<float *>(std::aligned_alloc(unit, bytes)));
+    const size_t bytes = (static_cast<size_t>(floats) * sizeof(float) + 63) / 64 * 64;
+    Scratch room(static_cast<float *>(std::aligned_alloc(64, bytes)));
     if (!room) throw std::bad_alloc();
-#ifdef __linux__
-    if (unit == kHuge) madvise(room.get(), bytes, MADV_HUGEPAGE);
-#endif
     return room;
 }
 

@@ -21,7 +21,7 @@ import torch
 from ggml import Ggml
 
 from qforge import numerics
-from qforge.ops.native import NativeKernel, NativeRounded, Packed
+from qforge.ops.native import NativeChannels, NativeKernel, NativeRounded, Packed
 from qforge.ops.native_module import context, default_threads, instruction_sets
 from qforge.runtime.bench import read_bandwidth
 from qforge.scheme import parse
@@ -31,11 +31,13 @@ COLD_BYTES = 128 << 20
 ROUNDS = 15
 
 
-def kernels() -> Iterator[tuple[str, str, NativeRounded | NativeKernel]]:
+def kernels() -> Iterator[tuple[str, str, NativeRounded | NativeChannels | NativeKernel]]:
     """Ours: name, instruction set, what packs for it."""
     for isa in instruction_sets()[:-1]:
         yield f"int8 activations, {isa}", isa, NativeRounded(8)
         yield f"int16 activations, {isa}", isa, NativeRounded(16)
+        if isa == "amx":
+            yield f"int16 activations, weights of 8 bits by channel, {isa}", isa, NativeChannels()
     yield "fp32 activations, avx2", "avx2", NativeKernel()
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from vs_llama_cpp import export, told
 
 from qforge.ops.native_module import instruction_sets
+from qforge.scheme import ACTIVATIONS
 from qforge.stages.outcome import environment
 
 HERE = Path(__file__).parent
@@ -54,7 +55,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a qforge artifact")
     parser.add_argument("--gguf", type=Path, help="what llama.cpp runs")
-    parser.add_argument("--activations", choices=["fp", "int8"], default="int8", help="llama.cpp always rounds activations to int8 (default: so do we)")
+    parser.add_argument("--activations", choices=ACTIVATIONS, default="int8", help="llama.cpp always rounds activations to int8 (default: so do we)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", metavar="NAME", help="also write benchmarks/results/startup-NAME.json and .md")

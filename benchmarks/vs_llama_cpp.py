@@ -28,6 +28,7 @@ from load import mixed
 from qforge.export.inspection import inspect
 from qforge.ops.native_module import instruction_sets
 from qforge.runtime.bench import read_bandwidth
+from qforge.scheme import ACTIVATIONS
 from qforge.stages.outcome import environment
 
 HERE = Path(__file__).parent
@@ -62,7 +63,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a qforge artifact")
     parser.add_argument("--gguf", type=Path, action="append", help="what llama.cpp runs; repeatable")
-    parser.add_argument("--activations", choices=["fp", "int8"], default="int8", help="llama.cpp always rounds activations to int8 (default: so do we)")
+    parser.add_argument("--activations", choices=ACTIVATIONS, default="int8", help="llama.cpp always rounds activations to int8 (default: so do we)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--llama-threads", type=lambda s: [int(n) for n in s.split(",")], help="tried by llama.cpp for one sequence (default: 1 and --threads)")
     parser.add_argument("--rounds", type=int, default=3)

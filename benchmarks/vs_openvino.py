@@ -21,6 +21,7 @@ from vs_llama_cpp import HERE, ROWS, mixed, row, told, weights_of, work
 
 from qforge.ops.native_module import instruction_sets
 from qforge.runtime.bench import read_bandwidth
+from qforge.scheme import ACTIVATIONS
 from qforge.stages.outcome import environment
 
 
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("model", type=Path, help="a qforge artifact")
     parser.add_argument("--other", type=Path, required=True, help="an OpenVINO model of the same shape")
     parser.add_argument("--python", type=Path, required=True, help="an interpreter that has openvino_genai")
+    parser.add_argument("--activations", default="int8", choices=ACTIVATIONS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", metavar="NAME", help="also write benchmarks/results/vs_openvino-NAME.json and .md")
@@ -36,7 +38,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         rounds = [one_round(args, Path(folder)) for _ in range(args.rounds)]
     content = {
-        "command": told("vs_openvino"), "threads": args.threads, "weights": weights_of(args.model),
+        "command": told("vs_openvino"), "activations": args.activations, "threads": args.threads, "weights": weights_of(args.model),
         "environment": environment() | {"instruction_set": next(iter(instruction_sets()), None), "read_bandwidth": read_bandwidth(args.threads)}, "rounds": rounds,
     }  # fmt: skip
     text = page(content)
@@ -50,7 +52,7 @@ def main() -> int:
 def one_round(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     """Both engines once."""
     request = {
-        "model": str(args.model), "other": str(args.other), "activations": "int8", "kv_cache": "int8", "threads": args.threads, "repeats": 2,
+        "model": str(args.model), "other": str(args.other), "activations": args.activations, "kv_cache": "int8", "threads": args.threads, "repeats": 2,
         "single": {"prompt": [100 + i % 1000 for i in range(512)], "output": 1}, "short": {"prompt": [5, 6, 7], "output": 128},
         "mixed": mixed(32, json.loads((args.model / "config.json").read_text())["vocab_size"]),
     }  # fmt: skip
@@ -62,7 +64,8 @@ def page(content: dict[str, Any]) -> str:
     machine, first = content["environment"], content["rounds"][0]
     head = [
         f"# qforge beside OpenVINO GenAI ({content['threads']} threads)", "", f"`{content['command']}`", "",
-        f"{first['ours']['version']}, {content['weights']}, int8 activations; {first['theirs']['version']}, 4-bit weights by NNCF, {first['theirs']['precisions']}; "
+        f"{first['ours']['version']}, {content['weights']}, {content['activations']} activations; "
+        f"{first['theirs']['version']}, 4-bit weights by NNCF, {first['theirs']['precisions']}; "
         f"keys and values in 8 bits by both; {machine.get('cpu', '')}, "
         f"{machine['instruction_set']}, memory read at {machine['read_bandwidth'] / 1e9:.1f} GB/s. Medians of {len(content['rounds'])} rounds, both in turn.", "",
         "| | qforge | OpenVINO GenAI | ratio |", "|---|---|---|---|",

@@ -169,7 +169,7 @@ def evaluate(
         window: tokens in a window; capped at the model's context.
         engine: for `model`: `auto`, `runtime` or `transformers`; or `llama.cpp` for a .gguf file, `onnxruntime` for the folder of an ONNX export and `tensorrt` for that of a
             TensorRT export, which then is scored on the token ids of `against`, where that is given. The reference runs on transformers' code in fp32.
-        activations: `fp`, `int16` or `int8`, of the runtime.
+        activations: one of `ACTIVATIONS` (qforge/scheme.py), of the runtime.
         device: `cpu`, `cuda` or `cuda:N`: where the runtime runs `model`.
         tensor_parallel: processes that share it there.
         progress: told what is going on.

@@ -219,8 +219,8 @@ class Scheme:
         return None
 
 
-# How the runtime may take the inputs of products with integer weights: as they are, or rounded on the fly.
-ACTIVATIONS = ("fp", "int16", "int8")
+# How the runtime may take the inputs of products with integer weights: as they are, or rounded on the fly; int16-w8 besides holds the weights in 8 bits by channel.
+ACTIVATIONS = ("fp", "int16", "int8", "int16-w8")
 
 PRESETS = {
     "w4a16": "int4-g128-sym",

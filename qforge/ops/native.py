@@ -14,13 +14,15 @@ import torch
 
 from qforge import numerics
 from qforge.ops.memory import Arena
-from qforge.ops.native_module import context, missing
+from qforge.ops.native_module import context, instruction_sets, missing
 from qforge.ops.native_weight import Buffer, NativeWeight
 from qforge.ops.packing import Tiles, pack_dense, pack_quantized
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Number, Per, Scheme, Symmetry, parse
 
 LONGEST_RUN = 65536  # inputs, kLongestRun of integer.h
+MOST_CHANNEL_INPUTS = 131064  # kMostChannelInputs of channels.h
+_W8 = parse("int8-channel-sym@f32")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,6 +224,45 @@ class NativeRounded:
     def prepack(self, q: QuantizedLinear) -> Packed:
         """As `NativeKernel` has it."""
         return _packed(pack_quantized(q), q.bias, activations=f"INT{self.bits}")
+
+    def run(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """`x [T, I]` fp32 -> `[T, O]` fp32."""
+        return _product(x, packed, self._threads, self._isa)
+
+
+class NativeChannels:
+    """Weights in 8 bits with one scale a channel, whatever integers they came as, times activations of 16 bits with one scale a token (kernels/include/qforge/channels.h).
+
+    Nothing is scaled before all inputs are summed, which is what the tiles of AMX ask for: there it is the fastest product of many rows. 4-bit weights stay packed and become 8
+    bits as they are multiplied. So weights are rounded once more, by 5e-3 to 1e-2 (relative) where they are normally distributed; activations by 1e-5.
+    """
+
+    name = "native-w8a16"
+
+    def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
+        self._threads, self._isa = threads, isa
+
+    def supports(self, scheme: Scheme, shape: tuple[int, int], device: str) -> str | None:
+        """Integer weights whose scheme leaves activations alone, up to 131,064 inputs, on a CPU with AMX or with the instruction set that was asked for (see `Kernel.supports`)."""
+        if device != "cpu":
+            return f"it runs on the CPU, not on {device}"
+        if not scheme.number.is_int:
+            return f"it multiplies integers, not {scheme.number}-{scheme.symmetry}"
+        if scheme.activations is not None:
+            return f"the scheme rounds activations its own way ({scheme.activations})"
+        if shape[1] > MOST_CHANNEL_INPUTS:
+            return f"more than {MOST_CHANNEL_INPUTS} products might overflow a sum in int32"
+        if self._isa is None and missing() is None and "amx" not in instruction_sets():
+            return "it gains only where the CPU has AMX"
+        return missing()
+
+    def prepack(self, q: QuantizedLinear) -> Packed:
+        """4-bit codes as `NativeKernel` has them; others rounded to 8 bits by channel."""
+        if q.scheme.number is not Number.INT4 or q.scheme.symmetry is Symmetry.OFFSET:
+            weight = numerics.dequantize(q)
+            largest = weight.abs().amax(1, keepdim=True)
+            q = numerics.quantize(weight, _W8, torch.where(largest == 0, 1.0, largest / 127), None, bias=q.bias)
+        return _packed(pack_quantized(q), q.bias, activations="INT16_ROW")
 
     def run(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """`x [T, I]` fp32 -> `[T, O]` fp32."""

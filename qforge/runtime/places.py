@@ -38,7 +38,7 @@ class Host:
 
     Attributes:
         threads: of the kernels; None: every core.
-        activations: `fp`, or `int16` or `int8`: rounded on the fly where a kernel does that.
+        activations: one of `ACTIVATIONS` (qforge/scheme.py).
     """
 
     threads: int | None = None

@@ -42,7 +42,7 @@ def engine_for(model: Model, name: str, activations: str = "fp", device: str = "
     Args:
         model: whose family decides.
         name: `auto`, `runtime` or `transformers`.
-        activations: `fp`, `int16` or `int8`.
+        activations: one of `ACTIVATIONS` (qforge/scheme.py).
         device, tensor_parallel: of the runtime.
 
     Raises:

@@ -22,6 +22,7 @@ from qforge.runtime.sequence import FinishReason, SamplingParams
 from qforge.runtime.step import build_step
 
 MODELS = ["llama", "llama-wide-heads", "gemma3", "mistral", "qwen2", "qwen3", "int4-g32-asym", "int8-channel-sym+int8-token", "shared table"]
+MODELS += ["int4-g32-asym as int8", "shared table as int16-w8"]  # as: with such activations
 GIVEN, NEW = prompts(6, 60, seed=5), 4
 BLOCKS = 40
 
@@ -35,7 +36,8 @@ def opened(name: str) -> Model:
 
 @cache
 def runtime(name: str, threads: int, block_size: int, kv_cache: str) -> LLM:
-    return LLM(opened(name), threads=threads, block_size=block_size, num_blocks=BLOCKS, kv_cache=kv_cache)
+    model_name, _, activations = name.partition(" as ")
+    return LLM(opened(model_name), activations=activations or "fp", threads=threads, block_size=block_size, num_blocks=BLOCKS, kv_cache=kv_cache)
 
 
 def logits_of(llm: LLM, block_size: int, who: list[int], rng: random.Random | None) -> dict[int, torch.Tensor]:

@@ -25,6 +25,7 @@ from qforge.export.onnx import OnnxExporter
 from qforge.export.openvino import OpenvinoExporter
 from qforge.export.triton_server import TritonExporter
 from qforge.models.model import open_model
+from qforge.ops.native_module import instruction_sets
 
 OPENVINO = pytest.mark.skipif(openvino_runtime.missing() is not None, reason="openvino is not installed")
 
@@ -91,9 +92,12 @@ def test_bits_of_the_quantized_weights(files, capsys):
     assert 4.5 < found["quantized_bits_per_weight"] < 8.25
 
 
+W8 = "native-w8a16" if "amx" in instruction_sets() else "native-a8"
+
+
 def test_the_kernel_of_each_linear_is_named(files, capsys):
     found = json.loads(run(capsys, files / "run", "--json")[1])
-    assert all(e["kernels"] == {"fp": "native", "int16": "native-a16", "int8": "native-a8"} for e in found["linears"])
+    assert all({a: k.split()[0] for a, k in e["kernels"].items()} == {"fp": "native", "int16": "native-a16", "int8": "native-a8", "int16-w8": W8} for e in found["linears"])
     assert found["runtime"] == {"runs": True, "reason": None}
     assert f"kernels:    native-a8 ({len(found['linears'])}) with --activations int8" in run(capsys, files / "run")[1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from qforge.ops.native_module import instruction_sets
 from qforge.ops.select import choose
 from qforge.scheme import ACTIVATIONS, parse
 
@@ -13,6 +14,8 @@ def test_integer_weights_meet_rounded_activations_only_where_asked(text: str) ->
     assert choose(parse(text), (256, 256)).explain() == "native"
     assert choose(parse(text), (256, 256), activations="int16").explain() == "native-a16"
     assert choose(parse(text), (256, 256), activations="int8").explain() == "native-a8"
+    for_channels = choose(parse(text), (256, 256), activations="int16-w8").explain()
+    assert for_channels == ("native-w8a16" if "amx" in instruction_sets() else "native-a8 (not native-w8a16: it gains only where the CPU has AMX)")
 
 
 @pytest.mark.parametrize("text", ["fp8-e4m3-channel", "nf4", "nvfp4", "mxfp4"])
@@ -20,7 +23,12 @@ def test_integer_weights_meet_rounded_activations_only_where_asked(text: str) ->
 def test_other_packed_weights_run_on_the_native_kernel(text: str, activations: str) -> None:
     choice = choose(parse(text), (256, 256), activations=activations)
     assert choice.kernel.name == "native"
-    assert [name for name, reason in choice.passed_over if "multiplies integers" in reason] == {"fp": [], "int16": ["native-a16"], "int8": ["native-a8"]}[activations]
+    assert [name for name, reason in choice.passed_over if "multiplies integers" in reason] == {
+        "fp": [],
+        "int16": ["native-a16"],
+        "int8": ["native-a8"],
+        "int16-w8": ["native-w8a16", "native-a8"],
+    }[activations]
 
 
 @pytest.mark.parametrize("text", ["w8a8-int8", "int8-channel-asym+int8-tensor-static", "int4-g32-sym+int8-token"])

@@ -22,7 +22,6 @@ from qforge.scheme import Number, Per, Scheme, Symmetry, parse
 
 LONGEST_RUN = 65536  # inputs, kLongestRun of integer.h
 MOST_CHANNEL_INPUTS = 131064  # kMostChannelInputs of channels.h
-_W8 = parse("int8-channel-sym@f32")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,10 +230,10 @@ class NativeRounded:
 
 
 class NativeChannels:
-    """Weights in 8 bits with one scale a channel, whatever integers they came as, times activations of 16 bits with one scale a token (kernels/include/qforge/channels.h).
+    """Weights in 8 bits with one scale a channel times activations of 16 bits with one scale a token (kernels/include/qforge/channels.h).
 
-    Nothing is scaled before all inputs are summed, which is what the tiles of AMX ask for: there it is the fastest product of many rows. 4-bit weights stay packed and become 8
-    bits as they are multiplied. So weights are rounded once more, by 5e-3 to 1e-2 (relative) where they are normally distributed; activations by 1e-5.
+    Nothing is scaled before all inputs are summed, which is what the tiles of AMX ask for: there it is the fastest product of many rows. 8-bit weights have that scale already;
+    4-bit ones stay packed and become 8 bits as they are multiplied, 5e-3 to 1e-2 off (relative) where they are normally distributed. Activations are 1e-5 off.
     """
 
     name = "native-w8a16"
@@ -243,11 +242,12 @@ class NativeChannels:
         self._threads, self._isa = threads, isa
 
     def supports(self, scheme: Scheme, shape: tuple[int, int], device: str) -> str | None:
-        """Integer weights whose scheme leaves activations alone, up to 131,064 inputs, on a CPU with AMX or with the instruction set that was asked for (see `Kernel.supports`)."""
+        """int4, and int8 by channel, where the scheme leaves activations alone; up to 131,064 inputs; on a CPU with AMX, or any that was asked for by name (see `Kernel.supports`)."""
         if device != "cpu":
             return f"it runs on the CPU, not on {device}"
-        if not scheme.number.is_int:
-            return f"it multiplies integers, not {scheme.number}-{scheme.symmetry}"
+        by_channel = scheme.number is Number.INT8 and scheme.granularity.per is Per.CHANNEL and scheme.symmetry is Symmetry.SYM
+        if not by_channel and (scheme.number is not Number.INT4 or scheme.symmetry is Symmetry.OFFSET):
+            return f"it multiplies int4 and int8-channel-sym, not {scheme}"
         if scheme.activations is not None:
             return f"the scheme rounds activations its own way ({scheme.activations})"
         if shape[1] > MOST_CHANNEL_INPUTS:
@@ -257,11 +257,7 @@ class NativeChannels:
         return missing()
 
     def prepack(self, q: QuantizedLinear) -> Packed:
-        """4-bit codes as `NativeKernel` has them; others rounded to 8 bits by channel."""
-        if q.scheme.number is not Number.INT4 or q.scheme.symmetry is Symmetry.OFFSET:
-            weight = numerics.dequantize(q)
-            largest = weight.abs().amax(1, keepdim=True)
-            q = numerics.quantize(weight, _W8, torch.where(largest == 0, 1.0, largest / 127), None, bias=q.bias)
+        """As `NativeKernel` has it."""
         return _packed(pack_quantized(q), q.bias, activations="INT16_ROW")
 
     def run(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:

@@ -15,7 +15,7 @@ def test_integer_weights_meet_rounded_activations_only_where_asked(text: str) ->
     assert choose(parse(text), (256, 256), activations="int16").explain() == "native-a16"
     assert choose(parse(text), (256, 256), activations="int8").explain() == "native-a8"
     for_channels = choose(parse(text), (256, 256), activations="int16-w8").explain()
-    assert for_channels == ("native-w8a16" if "amx" in instruction_sets() else "native-a8 (not native-w8a16: it gains only where the CPU has AMX)")
+    assert for_channels.split()[0] == ("native-w8a16" if "amx" in instruction_sets() and text.startswith(("int4", "int8-channel")) else "native-a8")
 
 
 @pytest.mark.parametrize("text", ["fp8-e4m3-channel", "nf4", "nvfp4", "mxfp4"])
@@ -23,7 +23,7 @@ def test_integer_weights_meet_rounded_activations_only_where_asked(text: str) ->
 def test_other_packed_weights_run_on_the_native_kernel(text: str, activations: str) -> None:
     choice = choose(parse(text), (256, 256), activations=activations)
     assert choice.kernel.name == "native"
-    assert [name for name, reason in choice.passed_over if "multiplies integers" in reason] == {
+    assert [name for name, reason in choice.passed_over if "multiplies int" in reason] == {
         "fp": [],
         "int16": ["native-a16"],
         "int8": ["native-a8"],

@@ -242,7 +242,7 @@ class NativeChannels:
         self._threads, self._isa = threads, isa
 
     def supports(self, scheme: Scheme, shape: tuple[int, int], device: str) -> str | None:
-        """int4, and int8 by channel, where the scheme leaves activations alone; up to 131,064 inputs; on a CPU with AMX, or any that was asked for by name (see `Kernel.supports`)."""
+        """int4, and int8 by channel, where the scheme leaves activations alone; up to 131,064 inputs; with AMX, or where one was asked for (see `Kernel.supports`)."""
         if device != "cpu":
             return f"it runs on the CPU, not on {device}"
         by_channel = scheme.number is Number.INT8 and scheme.granularity.per is Per.CHANNEL and scheme.symmetry is Symmetry.SYM

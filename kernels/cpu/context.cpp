@@ -149,7 +149,7 @@ void Context::linear_blockwise(const Weight &weight, const float *x, int64_t row
 }
 
 void Context::linear_channels(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride) {
-    const int64_t bytes = (rows + kGroupRows - 1) / kGroupRows * kGroupRows * stretches(weight) * kStretch * 2;
+    const int64_t bytes = (rows + kGroupRows - 1) / kGroupRows * stretches(weight) * kStretchBytes;
     if (bytes > channel_bytes_) {
         channel_bytes_ = 0;
         channel_codes_ = aligned(bytes);
@@ -160,7 +160,7 @@ void Context::linear_channels(const Weight &weight, const float *x, int64_t rows
     const RoundedChannels rounded{reinterpret_cast<int8_t *>(channel_codes_.get()), row_scales_.data(), code_sums_.data()};
     split_rows(rows, 1 + 8192 / weight.inputs(), [&](int64_t first, int64_t end) { channels_->round_rows(weight, x, x_stride, rounded, first, end); });
     grow_scratch(channels_scratch(weight));
-    split_product(weight, rows, cut_strips(weight, rows, kGroupRows, 256), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
+    split_product(weight, rows, cut_strips(weight, rows, kGroupRows, kChannelRows), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
         channels_->piece({&weight, rounded, y, y_stride, row, row_end, tile, tile_end}, scratch_[thread].get());
     });
 }

@@ -13,18 +13,12 @@ import click
 
 from qforge.cli import options
 from qforge.files import write_text
-from qforge.scheme import ACTIVATIONS
+from qforge.scheme import ACTIVATIONS, ACTIVATIONS_MEAN
 
 
 @click.command(name="bench")
 @click.argument("model")
-@click.option(
-    "--activations",
-    type=click.Choice(["all", *ACTIVATIONS]),
-    default="all",
-    show_default=True,
-    help="fp is accurate; int16 and int8 round activations on the fly (faster); int16-w8 also takes weights in 8 bits by channel: fastest for many sequences on a CPU with AMX.",
-)
+@click.option("--activations", type=click.Choice(["all", *ACTIVATIONS]), default="all", show_default=True, help=ACTIVATIONS_MEAN)
 @click.option(
     "--kv-cache",
     type=click.Choice(["fp32", "fp16", "bf16", "int8", "fp8"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from qforge.cli import options
-from qforge.scheme import ACTIVATIONS
+from qforge.scheme import ACTIVATIONS, ACTIVATIONS_MEAN
 
 ENGINES = ("auto", "runtime", "transformers", "llama.cpp", "onnxruntime", "tensorrt")
 
@@ -22,13 +22,7 @@ ENGINES = ("auto", "runtime", "transformers", "llama.cpp", "onnxruntime", "tenso
     show_default=True,
     help="What computes MODEL's figures; llama.cpp takes a .gguf file, onnxruntime the folder of an ONNX export, tensorrt that of a TensorRT export (on its GPU).",
 )
-@click.option(
-    "--activations",
-    type=click.Choice(ACTIVATIONS),
-    default="fp",
-    show_default=True,
-    help="fp is accurate; int16 and int8 round activations on the fly (faster); int16-w8 also takes weights in 8 bits by channel: fastest for many sequences on a CPU with AMX.",
-)
+@click.option("--activations", type=click.Choice(ACTIVATIONS), default="fp", show_default=True, help=ACTIVATIONS_MEAN)
 @click.option("--json", "json_file", metavar="FILE", help="Write the evaluation as JSON; - for stdout.")
 @options.device
 def command(model: str, against: str | None, text: str, window: int, engine: str, activations: str, json_file: str | None, device: options.Device) -> None:

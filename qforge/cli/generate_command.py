@@ -12,7 +12,7 @@ from qforge.cli import options
 from qforge.cli.prompts import read_prompts
 from qforge.errors import DataError
 from qforge.files import write_text
-from qforge.scheme import ACTIVATIONS
+from qforge.scheme import ACTIVATIONS, ACTIVATIONS_MEAN
 
 
 @click.command(name="generate")
@@ -23,13 +23,7 @@ from qforge.scheme import ACTIVATIONS
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="0 is greedy.")
 @click.option("--seed", type=click.IntRange(min=0), help="Sample the same tokens again; without it every run differs (unless greedy).")
 @click.option("--json", "json_path", metavar="FILE", help="Write {outputs: [...]} to a file; - writes only JSON to stdout.")
-@click.option(
-    "--activations",
-    default="fp",
-    show_default=True,
-    type=click.Choice(ACTIVATIONS),
-    help="fp is accurate; int16 and int8 round activations on the fly (faster); int16-w8 also takes weights in 8 bits by channel: fastest for many sequences on a CPU with AMX.",
-)
+@click.option("--activations", default="fp", show_default=True, type=click.Choice(ACTIVATIONS), help=ACTIVATIONS_MEAN)
 @options.device
 def command(
     model: str, prompt: str | None, prompts: Path | None, max_tokens: int, temperature: float, seed: int | None, json_path: str | None, activations: str,

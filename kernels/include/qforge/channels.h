@@ -18,6 +18,7 @@ namespace qforge {
 
 constexpr int64_t kGroupRows = 16, kStretch = 64;                                       // rows and inputs of a tile of AMX
 constexpr int64_t kTileBytes = kGroupRows * kStretch, kStretchBytes = 2 * kTileBytes;  // of codes: one byte of each, both
+constexpr int64_t kChannelRows = 256;                                                  // most rows of a task: the more share unpacked weights, the less these cost
 constexpr int64_t kMostChannelInputs = (1 << 17) - 8;                                  // 128 * 128 * so many stay below 2^31
 
 inline int64_t stretches(const Weight &w) { return (w.inputs() + kStretch - 1) / kStretch; }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 _PATIENCE = 15  # seconds on the clock for each of computing; a machine may be busy
@@ -40,9 +42,9 @@ def main() -> None:
     """The work itself, as the process's only one: prints what is wrong, in a line."""
     function, seconds, nbytes, *arguments = sys.argv[1:]
     try:
-        _limit(int(seconds), int(nbytes))
         module, _, name = function.partition(":")
         called: Callable[..., str | None] = getattr(importlib.import_module(module), name)
+        _limit(int(seconds), int(nbytes))
         found = called(*arguments, sys.stdin.buffer.read())
     except MemoryError:
         found = "it takes too much memory"
@@ -52,6 +54,7 @@ def main() -> None:
 
 
 def _limit(seconds: int, nbytes: int) -> None:
+    seconds += math.ceil(time.process_time())  # that Python needed to begin is not the work's
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (nbytes if hard == resource.RLIM_INFINITY else min(nbytes, hard), hard))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))

@@ -34,7 +34,7 @@ def main() -> None:
     exact, came = logits(args.model, text, args.window, args.windows, "fp")
     p = exact.log_softmax(-1)
     nll = torch.nn.functional.cross_entropy(exact, came)
-    for activations in ("int16", "int8", "int16-w8"):
+    for activations in ("int16", "bf16", "int8"):
         ours, _ = logits(args.model, text, args.window, args.windows, activations)
         ratio = math.exp(torch.nn.functional.cross_entropy(ours, came) - nll)
         kl = (p.exp() * (p - ours.log_softmax(-1))).sum(-1).mean()

@@ -48,7 +48,7 @@ NB_MODULE(_native, m) {
         .value("BF16", Format::BF16)
         .value("BOOK4", Format::BOOK4)
         .value("E4M3", Format::E4M3);
-    nb::enum_<Activations>(m, "Activations").value("F32", Activations::F32).value("INT8", Activations::INT8).value("INT16", Activations::INT16).value("INT16_ROW", Activations::INT16_ROW);
+    nb::enum_<Activations>(m, "Activations").value("F32", Activations::F32).value("INT8", Activations::INT8).value("INT16", Activations::INT16).value("BF16", Activations::BF16);
     nb::class_<Weight>(m, "Weight")
         .def(
             "__init__",
@@ -57,7 +57,6 @@ NB_MODULE(_native, m) {
                 new (self) Weight{format, columns, blocks, block_k, run, pointer<const uint8_t>(codes), pointer<const float>(scales), pointer<const uint8_t>(zeros),
                                   pointer<const float>(book), pointer<const float>(bias), activations};
                 if (self->zeros) self->zero = common_zero(*self);
-                if (activations == Activations::INT16_ROW && format == Format::INT4) self->channels = std::make_shared<const qforge::Channels>(qforge::channels_of(*self));
             },
             nb::arg("format"), nb::arg("columns"), nb::arg("blocks"), nb::arg("block_k"), nb::arg("run"), nb::arg("codes"), nb::arg("scales"), nb::arg("zeros"), nb::arg("book"),
             nb::arg("bias"), nb::arg("activations") = Activations::F32);

@@ -24,7 +24,7 @@ int64_t whole_chunks(int64_t rows, int64_t tile_rows, int64_t most) {
 bool has_amx() {
 #ifdef __linux__
     constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM (Documentation/arch/x86/xstate.rst)
-    static const bool granted = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+    static const bool granted = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") && __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("avx512bf16") && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
     return granted;
 #else
     return false;
@@ -60,7 +60,7 @@ std::vector<std::string> Context::instruction_sets() {
     return found;
 }
 
-Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa), piece_(linear_portable), layers_(&layers_portable), integer_(&integer_portable), blockwise_(&blockwise_portable), channels_(&channels_portable), scratch_(threads) {
+Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa), piece_(linear_portable), layers_(&layers_portable), integer_(&integer_portable), blockwise_(&blockwise_portable), bf16_(&bf16_portable), scratch_(threads) {
     const auto sets = instruction_sets();
     if (std::find(sets.begin(), sets.end(), isa) == sets.end()) throw std::invalid_argument("this CPU does not run the instruction set " + isa);
 #ifdef QFORGE_HAVE_AVX2
@@ -69,7 +69,7 @@ Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa
         layers_ = (isa == "amx" || isa == "avx512-vnni") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512dq") ? &layers_avx512 : &layers_avx2;
         if (isa == "amx" && layers_ == &layers_avx512) tiles_ = &tile_attention_amx;
         integer_ = isa == "amx" ? &integer_amx : isa == "avx512-vnni" ? &integer_avx512_vnni : &integer_avx2;
-        if (isa == "amx") channels_ = &channels_amx;
+        if (isa == "amx") bf16_ = &bf16_amx;
         blockwise_ = isa == "amx" ? &blockwise_amx : isa == "avx512-vnni" ? &blockwise_avx512_vnni : isa == "avx-vnni" ? &blockwise_avx_vnni : &blockwise_avx2;
     }
 #endif
@@ -122,7 +122,7 @@ Context::Cut Context::cut_strips(const Weight &weight, int64_t rows, int64_t til
 
 void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride) {
     const auto held = turn();
-    if (weight.activations == Activations::INT16_ROW) return linear_channels(weight, x, rows, x_stride, y, y_stride);
+    if (weight.activations == Activations::BF16) return linear_bf16(weight, x, rows, x_stride, y, y_stride);
     if (weight.activations != Activations::F32) return linear_blockwise(weight, x, rows, x_stride, y, y_stride);
     grow_scratch(scratch_floats(weight) * static_cast<int64_t>(sizeof(float)));
     split_product(weight, rows, cut_panels(weight, rows), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
@@ -148,20 +148,18 @@ void Context::linear_blockwise(const Weight &weight, const float *x, int64_t row
     });
 }
 
-void Context::linear_channels(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride) {
-    const int64_t bytes = (rows + kGroupRows - 1) / kGroupRows * stretches(weight) * kStretchBytes;
-    if (bytes > channel_bytes_) {
-        channel_bytes_ = 0;
-        channel_codes_ = aligned(bytes);
-        channel_bytes_ = bytes;
+void Context::linear_bf16(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride) {
+    const int64_t bytes = (rows + kGroupRows - 1) / kGroupRows * stretches(weight) * kTileValues * 2;
+    if (bytes > bf16_bytes_) {
+        bf16_bytes_ = 0;
+        bf16_rows_ = aligned(bytes);
+        bf16_bytes_ = bytes;
     }
-    row_scales_.resize(static_cast<size_t>(rows));
-    code_sums_.resize(static_cast<size_t>(2 * rows));
-    const RoundedChannels rounded{reinterpret_cast<int8_t *>(channel_codes_.get()), row_scales_.data(), code_sums_.data()};
-    split_rows(rows, 1 + 8192 / weight.inputs(), [&](int64_t first, int64_t end) { channels_->round_rows(weight, x, x_stride, rounded, first, end); });
-    grow_scratch(channels_scratch(weight));
-    split_product(weight, rows, cut_strips(weight, rows, kGroupRows, kChannelRows), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
-        channels_->piece({&weight, rounded, y, y_stride, row, row_end, tile, tile_end}, scratch_[thread].get());
+    const Bf16Rows rounded{reinterpret_cast<uint16_t *>(bf16_rows_.get())};
+    split_rows(rows, 1 + 8192 / weight.inputs(), [&](int64_t first, int64_t end) { bf16_->round_rows(weight, x, x_stride, rounded, first, end); });
+    grow_scratch(bf16_scratch(weight));
+    split_product(weight, rows, cut_strips(weight, rows, kGroupRows, kBf16Rows), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
+        bf16_->piece({&weight, rounded, y, y_stride, row, row_end, tile, tile_end}, scratch_[thread].get());
     });
 }
 

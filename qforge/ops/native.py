@@ -21,7 +21,6 @@ from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Number, Per, Scheme, Symmetry, parse
 
 LONGEST_RUN = 65536  # inputs, kLongestRun of integer.h
-MOST_CHANNEL_INPUTS = 131064  # kMostChannelInputs of channels.h
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,36 +228,32 @@ class NativeRounded:
         return _product(x, packed, self._threads, self._isa)
 
 
-class NativeChannels:
-    """Weights in 8 bits with one scale a channel times activations of 16 bits with one scale a token (kernels/include/qforge/channels.h).
+class NativeBf16:
+    """Weights and activations in bf16, sums in fp32, as other engines compute (kernels/include/qforge/bf16.h): for the tiles of AMX, there the fastest product of many rows.
 
-    Nothing is scaled before all inputs are summed, which is what the tiles of AMX ask for: there it is the fastest product of many rows. 8-bit weights have that scale already;
-    4-bit ones stay packed and become 8 bits as they are multiplied, 5e-3 to 1e-2 off (relative) where they are normally distributed. Activations are 1e-5 off.
+    Weights stay packed and become bf16 as they are multiplied. Both sides round to 8 bits of mantissa: 2e-3 to 3e-3 off (relative).
     """
 
-    name = "native-w8a16"
+    name = "native-bf16"
 
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
         self._threads, self._isa = threads, isa
 
     def supports(self, scheme: Scheme, shape: tuple[int, int], device: str) -> str | None:
-        """int4, and int8 by channel, where the scheme leaves activations alone; up to 131,064 inputs; with AMX, or where one was asked for (see `Kernel.supports`)."""
+        """Integer weights with or without zero points and 4-bit code books whose scheme leaves activations alone; with AMX, or where one was asked for (see `Kernel.supports`)."""
         if device != "cpu":
             return f"it runs on the CPU, not on {device}"
-        by_channel = scheme.number is Number.INT8 and scheme.granularity.per is Per.CHANNEL and scheme.symmetry is Symmetry.SYM
-        if not by_channel and (scheme.number is not Number.INT4 or scheme.symmetry is Symmetry.OFFSET):
-            return f"it multiplies int4 and int8-channel-sym, not {scheme}"
+        if scheme.number in (Number.FP8_E4M3, Number.FP8_E5M2) or scheme.symmetry is Symmetry.OFFSET:
+            return f"it multiplies integers and 4-bit code books, not {scheme.number}-{scheme.symmetry}"
         if scheme.activations is not None:
             return f"the scheme rounds activations its own way ({scheme.activations})"
-        if shape[1] > MOST_CHANNEL_INPUTS:
-            return f"more than {MOST_CHANNEL_INPUTS} products might overflow a sum in int32"
         if self._isa is None and missing() is None and "amx" not in instruction_sets():
             return "it gains only where the CPU has AMX"
         return missing()
 
     def prepack(self, q: QuantizedLinear) -> Packed:
         """As `NativeKernel` has it."""
-        return _packed(pack_quantized(q), q.bias, activations="INT16_ROW")
+        return _packed(pack_quantized(q), q.bias, activations="BF16")
 
     def run(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """`x [T, I]` fp32 -> `[T, O]` fp32."""

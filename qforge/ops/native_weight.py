@@ -23,7 +23,7 @@ class NativeWeight:
     """The fields are those of `packing.Tiles`, tensors as bytes.
 
     Attributes:
-        activations: `F32`, or `INT8` or `INT16`: what the kernel rounds its inputs to, by segments; or `INT16_ROW`: by row.
+        activations: `F32`, or `INT8` or `INT16`: what the kernel rounds its inputs to, by segments; or `BF16`: inputs and weights.
         bias: `[out_features]` fp32, or None.
     """
 

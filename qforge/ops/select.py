@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qforge.ops.kernel import Kernel
-from qforge.ops.native import NativeChannels, NativeInt8, NativeKernel, NativeRounded
+from qforge.ops.native import NativeBf16, NativeInt8, NativeKernel, NativeRounded
 from qforge.ops.reference import ReferenceKernel
 from qforge.ops.triton.linear import TritonW4, TritonW8
 from qforge.scheme import ACTIVATIONS, Scheme
 
 # Kernels that round activations as the runtime was asked to, for each kind of activations
-_ROUNDED_BY = {"fp": set(), "int16": {"native-a16"}, "int8": {"native-a8"}, "int16-w8": {"native-w8a16", "native-a8"}}
+_ROUNDED_BY = {"fp": set(), "int16": {"native-a16"}, "int8": {"native-a8"}, "bf16": {"native-bf16", "native-a16"}}
 _ROUNDING = set().union(*_ROUNDED_BY.values())
 
 
@@ -36,15 +36,15 @@ def kernels(device: str = "cpu", threads: int | None = None) -> list[Kernel]:
     """Every kernel for a kind of device, fastest first; the last one runs everything."""
     if device.startswith("cuda"):
         return [TritonW8(), TritonW4(), ReferenceKernel()]
-    return [NativeChannels(threads), NativeRounded(8, threads), NativeRounded(16, threads), NativeInt8(threads), NativeKernel(threads), ReferenceKernel()]
+    return [NativeBf16(threads), NativeRounded(8, threads), NativeRounded(16, threads), NativeInt8(threads), NativeKernel(threads), ReferenceKernel()]
 
 
 def choose(scheme: Scheme, shape: tuple[int, int], device: str = "cpu", threads: int | None = None, activations: str = "fp") -> Choice:
     """The fastest kernel for a weight `[O, I]` of this scheme on this device. Needs no weights, so that `inspect` can ask before loading.
 
     Args:
-        activations: `fp`: as they are; `int16`, `int8`: rounded to so many bits on the fly where a kernel does that; `int16-w8`: weights held in 8 bits by channel where
-            that gains, else as `int8`. A scheme that rounds activations always runs as it says.
+        activations: `fp`: as they are; `int16`, `int8`: rounded to so many bits on the fly where a kernel does that; `bf16`: weights, too, where that
+            gains, else as `int16`. A scheme that rounds activations always runs as it says.
     """
     passed_over: list[tuple[str, str]] = []
     for kernel in kernels(device, threads):

@@ -185,7 +185,7 @@ class RunSection(Section):
     threads: Annotated[int, Field(ge=1)] | None = Field(None, description="CPU threads; null takes all cores.")
     workers: int = Field(1, ge=1, description="Processes that share the calibration text, and the threads (Ray; with RAY_ADDRESS on the machines of that cluster).")
     memory_limit: Bytes | None = Field(None, description="Memory that the run may use, for example 8GiB; null sets no limit.")
-    activations: Literal["fp", "int16", "int8", "int16-w8"] = Field("fp", description=ACTIVATIONS_MEAN)
+    activations: Literal["fp", "int16", "bf16", "int8"] = Field("fp", description=ACTIVATIONS_MEAN)
 
 
 class ReportSection(Section):

@@ -34,8 +34,8 @@ class LLM:
 
     Args:
         model: what `open_model` takes (a directory, hub id, `.gguf` file, `demo`), or an opened Model.
-        activations: `fp` (accurate: only weights are quantized), `int16` or `int8` (products with integer weights round activations on the fly: faster), or `int16-w8`
-            (weights besides in 8 bits by channel: fastest for prompts on a CPU with AMX; elsewhere the same as `int8`).
+        activations: `fp` (accurate: only weights are quantized), `int16` or `int8` (products with integer weights round activations on the fly: faster), or `bf16` (both
+            sides rounded: fastest for many rows on a CPU with AMX; elsewhere the same as `int16`).
         threads: of the native kernels; None: every core this process may use.
         block_size: tokens of a cache block, a multiple of 16.
         num_blocks: cache blocks; None: room for `max_num_seqs` full contexts, at most 2 GiB (or one full context, where half of this machine's memory holds it), on a GPU at

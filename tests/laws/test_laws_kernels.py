@@ -12,7 +12,7 @@ from tolerances import KERNELS
 
 from qforge import numerics
 from qforge.ops.kernel import Kernel
-from qforge.ops.native import NativeChannels, NativeDense, NativeInt8, NativeKernel, NativeRounded
+from qforge.ops.native import NativeBf16, NativeDense, NativeInt8, NativeKernel, NativeRounded
 from qforge.ops.native_module import instruction_sets
 from qforge.ops.select import kernels
 from qforge.qlinear import QuantizedLinear
@@ -53,7 +53,7 @@ def _kernels(q: QuantizedLinear, threads: int, isa: str | None = None) -> list[K
         NativeRounded(8, threads, isa),
         NativeRounded(16, threads, isa),
         NativeInt8(threads, isa),
-        NativeChannels(threads, isa or instruction_sets()[0]),
+        NativeBf16(threads, isa or instruction_sets()[0]),
     ]
     return [k for k in whole if k.supports(q.scheme, (q.out_features, q.in_features), "cpu") is None]
 
@@ -80,9 +80,7 @@ def test_kernels_agree_with_fp64_where_they_say_yes_and_only_there(q: QuantizedL
     assert answers["reference"] is None
     assert (answers["native"] is None) == _native(q)
     assert (answers["native-a8"] is None) == (answers["native-a16"] is None) == (q.scheme.number.is_int and _native(q) and q.scheme.activations is None)
-    assert (answers["native-w8a16"] is None) == (
-        "amx" in instruction_sets() and str(q.scheme).startswith(("int4", "int8-channel-sym")) and _native(q) and q.scheme.activations is None
-    )
+    assert (answers["native-bf16"] is None) == ("amx" in instruction_sets() and not str(q.scheme).startswith("fp8") and _native(q) and q.scheme.activations is None)
     assert (answers["native-int8"] is None) == (q.scheme.number.is_int and str(q.scheme).endswith(("+int8-token", "+int8-tensor-static")))
 
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "qforge/blockwise.h"
-#include "qforge/channels.h"
+#include "qforge/bf16.h"
 #include "qforge/integer.h"
 #include "qforge/layers.h"
 #include "qforge/linear.h"
@@ -66,7 +66,7 @@ class Context {
     Cut cut_panels(const Weight &weight, int64_t rows) const;
     Cut cut_strips(const Weight &weight, int64_t rows, int64_t tile_rows, int64_t most_rows) const;
     void linear_blockwise(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride);
-    void linear_channels(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride);
+    void linear_bf16(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride);
     void grow_scratch(int64_t bytes);  // of each thread, whose contents are lost
     // A piece must be worth the hand-over to another thread.
     template <typename F>
@@ -96,15 +96,15 @@ class Context {
     const TileAttention *tiles_ = nullptr;  // null: none
     const IntegerFunctions *integer_;
     const BlockwiseFunctions *blockwise_;
-    const ChannelsFunctions *channels_;
+    const Bf16Functions *bf16_;
     std::vector<int8_t> codes_;  // rounded activations of the product that runs
     std::vector<float> row_scales_;
     std::vector<int32_t> code_sums_;
     std::vector<int8_t> segment_codes_;
     std::vector<float> segment_scales_, group_scales_, block_sums_;
     std::vector<int32_t> segment_offsets_;
-    Scratch channel_codes_;
-    int64_t channel_bytes_ = 0;
+    Scratch bf16_rows_;
+    int64_t bf16_bytes_ = 0;
     std::vector<Scratch> scratch_;
     int64_t scratch_bytes_ = 0;
 };

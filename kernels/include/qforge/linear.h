@@ -17,16 +17,14 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
-#include <vector>
 
 namespace qforge {
 
 enum class Format : int { INT4 = 0, INT8 = 1, F32 = 2, F16 = 3, BF16 = 4, BOOK4 = 5, E4M3 = 6 };
 
 // What becomes of activations before they are multiplied: nothing, or rounding in segments of 32 inputs (blockwise.h; INT4 and INT8 weights only),
-// or to 16 bits by row (channels.h; INT4 weights, and INT8 weights with one scale a column).
-enum class Activations : int { F32 = 0, INT8 = 1, INT16 = 2, INT16_ROW = 3 };
+// or bf16, and weights with them (bf16.h; INT4, INT8 and BOOK4 weights).
+enum class Activations : int { F32 = 0, INT8 = 1, INT16 = 2, BF16 = 3 };
 
 constexpr int kTile = 16;       // columns of a tile
 constexpr int kRowChunk = 96;   // rows of one task where there are many
@@ -44,11 +42,6 @@ constexpr int chunk_bytes(Format f) {
     }
 }
 
-struct Channels {  // what INT4 weights are brought to one scale a column with (channels.h)
-    std::vector<int16_t> steps;  // [tiles][blocks][16]
-    std::vector<float> scales;   // [tiles][16]
-};
-
 struct Weight {
     Format format;
     int64_t columns;
@@ -61,7 +54,6 @@ struct Weight {
     const float *book;  // [16] or null
     const float *bias;  // [columns] or null
     Activations activations = Activations::F32;
-    std::shared_ptr<const Channels> channels = nullptr;  // of INT4 weights that meet INT16_ROW
     int zero = -1;  // the zero point that all blocks of all columns have; -1 where they differ, or are not looked at
 
     int64_t tiles() const { return (columns + kTile - 1) / kTile; }

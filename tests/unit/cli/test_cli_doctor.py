@@ -26,7 +26,7 @@ def test_json_says_everything() -> None:
     assert versions["torch"] == importlib.metadata.version("torch")
     assert all(p["get"] and p["purpose"] for p in said["packages"])
     named = said["kernels"]["int4-g128-sym"]
-    assert named.pop("int16-w8").startswith("native-w8a16" if "amx" in said["native"]["instruction_sets"] else "native-a8 (not native-w8a16: it gains only")
+    assert named.pop("bf16").startswith("native-bf16" if "amx" in said["native"]["instruction_sets"] else "native-a16 (not native-bf16: it gains only")
     assert named == {"fp": "native", "int16": "native-a16", "int8": "native-a8"}
     assert said["kernels"]["nf4"]["int8"].startswith("native (not native-a8: it multiplies integers")
     assert said["native"]["present"] == bool(said["native"]["instruction_sets"])

@@ -95,8 +95,8 @@ def test_bits_of_the_quantized_weights(files, capsys):
 def test_the_kernel_of_each_linear_is_named(files, capsys):
     found = json.loads(run(capsys, files / "run", "--json")[1])
     for e in found["linears"]:
-        eight = "native-w8a16" if "amx" in instruction_sets() and e["scheme"].startswith("int4") else "native-a8"
-        assert {a: k.split()[0] for a, k in e["kernels"].items()} == {"fp": "native", "int16": "native-a16", "int8": "native-a8", "int16-w8": eight}
+        both = "native-bf16" if "amx" in instruction_sets() else "native-a16"
+        assert {a: k.split()[0] for a, k in e["kernels"].items()} == {"fp": "native", "int16": "native-a16", "bf16": both, "int8": "native-a8"}
     assert found["runtime"] == {"runs": True, "reason": None}
     assert f"kernels:    native-a8 ({len(found['linears'])}) with --activations int8" in run(capsys, files / "run")[1]
 

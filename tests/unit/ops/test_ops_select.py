@@ -8,26 +8,30 @@ from qforge.ops.native_module import instruction_sets
 from qforge.ops.select import choose
 from qforge.scheme import ACTIVATIONS, parse
 
+_BF16 = "native-bf16" if "amx" in instruction_sets() else "native-a16 (not native-bf16: it gains only where the CPU has AMX)"
+
 
 @pytest.mark.parametrize("text", ["int4-g64-sym", "int4-g128-asym", "int8-channel-sym", "int3-g32-sym", "int4-tensor-asym", "int8-block128-sym"])
 def test_integer_weights_meet_rounded_activations_only_where_asked(text: str) -> None:
     assert choose(parse(text), (256, 256)).explain() == "native"
     assert choose(parse(text), (256, 256), activations="int16").explain() == "native-a16"
     assert choose(parse(text), (256, 256), activations="int8").explain() == "native-a8"
-    for_channels = choose(parse(text), (256, 256), activations="int16-w8").explain()
-    assert for_channels.split()[0] == ("native-w8a16" if "amx" in instruction_sets() and text.startswith(("int4", "int8-channel")) else "native-a8")
+    assert choose(parse(text), (256, 256), activations="bf16").explain() == _BF16
 
 
 @pytest.mark.parametrize("text", ["fp8-e4m3-channel", "nf4", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 def test_other_packed_weights_run_on_the_native_kernel(text: str, activations: str) -> None:
     choice = choose(parse(text), (256, 256), activations=activations)
+    if activations == "bf16" and not text.startswith("fp8"):
+        assert choice.explain().startswith("native-bf16" if "amx" in instruction_sets() else "native (not native-bf16: it gains only")
+        return
     assert choice.kernel.name == "native"
     assert [name for name, reason in choice.passed_over if "multiplies int" in reason] == {
         "fp": [],
         "int16": ["native-a16"],
         "int8": ["native-a8"],
-        "int16-w8": ["native-w8a16", "native-a8"],
+        "bf16": ["native-bf16", "native-a16"],
     }[activations]
 
 

@@ -155,7 +155,7 @@ def test_a_request_that_never_fits_is_refused_at_once(llm: LLM) -> None:
 
 
 def test_unknown_activations_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="activations 'int4' are not known; use one of fp, int16, int8, int16-w8"):
+    with pytest.raises(UnsupportedError, match="activations 'int4' are not known; use one of fp, int16, bf16, int8"):
         LLM(model("llama"), activations="int4")
 
 

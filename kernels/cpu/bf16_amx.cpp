@@ -1,0 +1,198 @@
+// Products of bf16 for AMX (bf16.h; compiled with its flags; called only where CPUID and the system have it). Weights become bf16 two tiles of columns at a time, while the first rows pass over
+// them; panels of two tiles are read again by the rows after these.
+#include <algorithm>
+#include <initializer_list>
+#include <type_traits>
+
+#include "amx_config.inl"
+#include "bf16_512.inl"
+
+namespace qforge {
+namespace {
+
+constexpr int64_t kLead = 2;      // stretches that weights are made before they are multiplied
+constexpr int64_t kRing = 4;      // stretches of a panel that rows pass but once: a whole one would drive activations out of the L1 cache
+
+// Sums of two groups of rows x two tiles of columns; weights of two tiles; activations of two groups. `rows` of a group.
+TileConfig config(int64_t rows) {
+    TileConfig made{.columns = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
+    for (const int tile : {0, 1, 2, 3, 6, 7}) made.rows[tile] = static_cast<uint8_t>(rows);
+    return made;
+}
+
+void round_rows(const Weight &w, const float *x, int64_t x_stride, const Bf16Rows &to, int64_t row, int64_t row_end) {
+    const int64_t inputs = w.inputs(), count = stretches(w);
+    for (int64_t r = row; r < row_end; ++r) {
+        const float *from = x + r * x_stride;
+        uint16_t *at = to.at(r, count);
+        for (int64_t i = 0; i < count * kStretch; i += kStretch, at += kTileValues) {
+            const uint32_t here = inputs - i >= kStretch ? 0xFFFFFFFF : (1u << (inputs - i)) - 1;
+            const __m512 first = _mm512_maskz_loadu_ps(static_cast<__mmask16>(here), from + i), second = _mm512_maskz_loadu_ps(static_cast<__mmask16>(here >> 16), from + i + 16);
+            const __m512bh both = _mm512_cvtne2ps_pbh(second, first);
+            _mm512_store_si512(at, reinterpret_cast<const __m512i &>(both));
+        }
+    }
+}
+
+template <int M, int N>
+inline void clear_sums() {
+    _tile_zero(0);
+    if constexpr (N == 2) _tile_zero(1);
+    if constexpr (M == 2) _tile_zero(2);
+    if constexpr (M == 2 && N == 2) _tile_zero(3);
+}
+
+template <int M, int N>
+void store_sums(float *y, int64_t stride, int64_t group) {
+    _tile_stored(0, y, stride * 4);
+    if constexpr (N == 2) _tile_stored(1, y + kTile, stride * 4);
+    if constexpr (M == 2) _tile_stored(2, y + group * stride, stride * 4);
+    if constexpr (M == 2 && N == 2) _tile_stored(3, y + group * stride + kTile, stride * 4);
+}
+
+struct Stretch {
+    const uint8_t *w, *second;  // weights of two tiles
+    const uint16_t *x, *next;  // activations of two groups
+};
+
+// The products of a stretch in four parts, between which there is other work: what is loaded is needed a part later.
+template <int M, int N>
+inline void part(int i, const Stretch &s) {
+    if (i == 0) {
+        _tile_loadd(4, s.w, 64);
+        _tile_loadd(6, s.x, 64);
+    } else if (i == 1) {
+        if constexpr (N == 2) _tile_loadd(5, s.second, 64);
+        _tile_dpbf16ps(0, 6, 4);
+    } else if (i == 2) {
+        if constexpr (M == 2) _tile_loadd(7, s.next, 64);
+        if constexpr (N == 2) _tile_dpbf16ps(1, 6, 5);
+    } else if constexpr (M == 2) {
+        _tile_dpbf16ps(2, 7, 4);
+        if constexpr (N == 2) _tile_dpbf16ps(3, 7, 5);
+    }
+}
+
+// M groups of rows x N tiles whose panels are there. Activations are not kept in the L1 cache: panels are read again.
+template <int M, int N>
+void multiply(const uint16_t *x, const uint8_t *panels, int64_t count) {
+    const uint16_t *next = x + count * kTileValues;
+    const uint8_t *second = panels + count * kPanelBytes;
+    clear_sums<M, N>();
+    for (int64_t s = 0; s < count; ++s) {
+        _tile_loadd(4, panels + s * kPanelBytes, 64);
+        _tile_stream_loadd(6, x + s * kTileValues, 64);
+        _tile_dpbf16ps(0, 6, 4);
+        if constexpr (N == 2) {
+            _tile_loadd(5, second + s * kPanelBytes, 64);
+            _tile_dpbf16ps(1, 6, 5);
+        }
+        if constexpr (M == 2) {
+            _tile_stream_loadd(7, next + s * kTileValues, 64);
+            _tile_dpbf16ps(2, 7, 4);
+            if constexpr (N == 2) _tile_dpbf16ps(3, 7, 5);
+        }
+    }
+}
+
+// The same while the panels are made, kLead stretches ahead. `last`: the number of stretches that a panel holds, a power of two, less 1.
+template <Format F, int M, int N>
+void make_and_multiply(const Weight &w, int64_t tile, const uint16_t *x, uint8_t *panels, int64_t last) {
+    constexpr int64_t kBytes = chunk_bytes(F), kMade = kPanelBytes / 4;  // of a chunk's codes and weights
+    const int64_t count = stretches(w), tile_bytes = w.inputs() / 8 * kBytes, tile_scales = w.blocks * kTile, of_block = w.block_k / kStretch;
+    const Codes<F> codes(w);
+    const auto line = [&](int64_t n, int64_t block) { return Line<F>(w, (tile + n) * tile_scales + block * kTile, N * tile_scales); };
+    const auto ready = [&](int64_t s) {
+        const uint8_t *panel = panels + (s & last) * kPanelBytes;
+        const uint16_t *rows = x + s * kTileValues;
+        return Stretch{panel, panel + count * kPanelBytes, rows, rows + count * kTileValues};
+    };
+    Line<F> first = line(0, 0), second = line(N - 1, 0);
+    const uint8_t *from = w.codes + tile * tile_bytes;
+    int64_t left = of_block, block = 0;
+    const auto stretch = [&](int64_t s, auto multiplied) {
+        if (left == 0) {
+            left = of_block;
+            first = line(0, ++block);
+            if constexpr (N == 2) second = line(1, block);
+        }
+        --left;
+        uint8_t *to = panels + (s & last) * kPanelBytes;
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            if constexpr (multiplied.value) part<M, N>(i, ready(s - kLead));
+#pragma GCC unroll 2
+            for (int j = N * i; j < N * (i + 1); ++j) {  // chunks of both tiles
+                const bool other = j >= 4;
+                codes.chunk(from + other * tile_bytes + j % 4 * kBytes, other ? second : first, to + other * count * kPanelBytes + j % 4 * kMade, N * tile_bytes);
+            }
+        }
+        from += 4 * kBytes;
+        written_for_tiles();
+    };
+    clear_sums<M, N>();
+    for (int64_t s = 0; s < std::min(kLead, count); ++s) stretch(s, std::false_type{});
+    for (int64_t s = kLead; s < count; ++s) stretch(s, std::true_type{});
+    for (int64_t s = std::max<int64_t>(0, count - kLead); s < count; ++s)
+        for (int i = 0; i < 4; ++i) part<M, N>(i, ready(s));
+}
+
+// Up to M groups of rows x N tiles, what `product` sums
+template <int M, int N, typename P>
+void rows_of_tiles(const Bf16Piece &p, int64_t row, int64_t rows, int64_t group, int64_t tile, float *sums, const P &product) {
+    const Weight &w = *p.weight;
+    float *y = p.y + row * p.y_stride + tile * kTile;
+    for (int64_t r = 0; r < rows; ++r)  // sums would wait behind stores to memory that is not there yet
+        for (int n = 0; n < N; ++n) __builtin_prefetch(y + r * p.y_stride + n * kTile, 1);
+    product(p.x.at(row, stretches(w)));
+    if (rows == M * group && (tile + N) * kTile <= w.columns && !w.bias) return store_sums<M, N>(y, p.y_stride, group);
+    store_sums<M, N>(sums, 2 * kTile, group);
+    written_for_tiles();
+    for (int64_t r = 0; r < rows; ++r)
+        for (int n = 0; n < N; ++n) {
+            const int64_t column = (tile + n) * kTile;
+            V::store(y + r * p.y_stride + n * kTile, _mm512_loadu_ps(sums + (2 * r + n) * kTile), w.bias ? w.bias + column : nullptr, w.columns - column);
+        }
+}
+
+// All rows x N tiles. The first rows pass while weights are made, or after that where a stretch may have several scales.
+template <Format F, int N>
+void tiles(const Bf16Piece &p, int64_t tile, int64_t group, uint8_t *panels, float *sums) {
+    const Weight &w = *p.weight;
+    const int64_t count = stretches(w);
+    const int64_t last = p.row_end - p.row <= 2 * group && count >= kRing ? kRing - 1 : -1;
+    bool made = w.block_k % kStretch != 0;
+    if (made)
+        for (int n = 0; n < N; ++n) make<F>(w, tile + n, panels + n * count * kPanelBytes);
+    written_for_tiles();
+    for (int64_t row = p.row; row < p.row_end; row += 2 * group, made = true) {
+        const int64_t rows = std::min(p.row_end - row, 2 * group);
+        if (rows > group) rows_of_tiles<2, N>(p, row, rows, group, tile, sums, [&](const uint16_t *x) { made ? multiply<2, N>(x, panels, count) : make_and_multiply<F, 2, N>(w, tile, x, panels, last); });
+        else rows_of_tiles<1, N>(p, row, rows, group, tile, sums, [&](const uint16_t *x) { made ? multiply<1, N>(x, panels, count) : make_and_multiply<F, 1, N>(w, tile, x, panels, last); });
+    }
+}
+
+template <Format F>
+void all_tiles(const Bf16Piece &p, uint8_t *scratch) {
+    const int64_t group = std::min(p.row_end - p.row, kGroupRows);
+    auto *sums = reinterpret_cast<float *>(scratch + 2 * stretches(*p.weight) * kPanelBytes);
+    const Configured configured(config(group));
+    int64_t tile = p.tile;
+    for (; tile + 2 <= p.tile_end; tile += 2) tiles<F, 2>(p, tile, group, scratch, sums);
+    if (tile < p.tile_end) tiles<F, 1>(p, tile, group, scratch, sums);
+}
+
+void piece(const Bf16Piece &p, void *scratch) {
+    auto *memory = static_cast<uint8_t *>(scratch);
+    switch (p.weight->format) {
+        case Format::INT8: return all_tiles<Format::INT8>(p, memory);
+        case Format::BOOK4: return all_tiles<Format::BOOK4>(p, memory);
+        default: return all_tiles<Format::INT4>(p, memory);
+    }
+}
+
+}  // namespace
+
+constinit const Bf16Functions bf16_amx = {round_rows, piece};
+
+}  // namespace qforge

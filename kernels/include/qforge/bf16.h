@@ -1,0 +1,55 @@
+// y = bf16(x) bf16(W)^T (+ bias) for packed weights (linear.h), summed in fp32: what AMX's tiles multiply, from the first input to the last without leaving them.
+//
+// Activations. bf16: the nearest, ties to even; subnormals become 0, NaNs stay NaN.
+// Weights, in fp32. INT4, INT8: value = fma(2^k + code, scale, 0 - (2^k + zero) * scale) with k = mantissa_bits(format, input): (code - zero) * scale to within 2^(k - 24) of the scale, rounded once
+//   where the scale has up to 11 significant bits.  BOOK4: value = book[code] * scale.  Then bf16: the nearest, ties away from zero. A scale that is NaN makes them NaN.
+// Sums. For every 32 inputs (those past the last are 0), with products and sums as single fused operations in fp32, subnormals taken and given as 0:
+//   even = odd = 0;  for each pair of them, in order: even = fma(x[2 i], w[2 i], even), odd = fma(x[2 i + 1], w[2 i + 1], odd);  total = total + (even + odd)
+// which is how TDPBF16PS is defined (Intel's Software Developer's Manual, volume 2); y = total (+ bias).
+// So bits depend neither on other rows, nor on threads, nor on the instruction set.
+#pragma once
+
+#include <cstdint>
+
+#include "qforge/linear.h"
+
+namespace qforge {
+
+constexpr int64_t kGroupRows = 16, kStretch = 32;            // rows and inputs of a tile of AMX
+constexpr int64_t kTileValues = kGroupRows * kStretch;       // of activations or weights
+constexpr int64_t kBf16Rows = 256;                           // most rows of a task: the more share unpacked weights, the less these cost
+constexpr int64_t kSumsFloats = 4 * kGroupRows * kTile;      // of four tiles
+
+// Of a block's input; what shifts cost least (bf16_amx.cpp). 2^k * scale has to be finite.
+constexpr int mantissa_bits(Format f, int64_t input) {
+    constexpr int kInt4[8] = {12, 4, 8, 8, 8, 12, 4, 4};
+    return f == Format::INT8 ? 8 : kInt4[input % 8];
+}
+
+inline int64_t stretches(const Weight &w) { return (w.inputs() + kStretch - 1) / kStretch; }
+
+struct Bf16Rows {
+    uint16_t *values;  // [(rows + 15) / 16][stretches][16 rows][32 inputs], 64-byte aligned
+
+    uint16_t *at(int64_t row, int64_t stretches) const { return values + row / kGroupRows * stretches * kTileValues + row % kGroupRows * kStretch; }
+};
+
+struct Bf16Piece {
+    const Weight *weight;
+    Bf16Rows x;
+    float *y;
+    int64_t y_stride, row, row_end, tile, tile_end;
+};
+
+struct Bf16Functions {
+    void (*round_rows)(const Weight &weight, const float *x, int64_t x_stride, const Bf16Rows &to, int64_t row, int64_t row_end);
+    void (*piece)(const Bf16Piece &piece, void *scratch);  // scratch: bf16_scratch(weight) bytes, 64-byte aligned, the thread's own
+};
+
+// Two tiles of weights, and sums of four tiles
+inline int64_t bf16_scratch(const Weight &w) { return 2 * stretches(w) * kTileValues * 2 + kSumsFloats * 4; }
+
+extern const Bf16Functions bf16_portable;
+extern const Bf16Functions bf16_amx;
+
+}  // namespace qforge

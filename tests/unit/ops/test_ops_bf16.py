@@ -1,0 +1,126 @@
+"""Products in bf16 against fp64 over the same rounded numbers, and bit for bit between instruction sets (kernels/include/qforge/bf16.h)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qforge import numerics
+from qforge.ops.native import NativeBf16
+from qforge.ops.native_module import instruction_sets
+from qforge.qlinear import QuantizedLinear
+from qforge.scheme import parse
+
+ISAS = [isa for isa in ("amx", "portable") if isa in instruction_sets()]
+SCHEMES = ["int4-g64-sym", "int4-g32-asym", "int4-g8-asym", "int8-g64-sym", "int8-channel-asym", "int3-g32-sym", "nf4-g64"]
+
+
+def _quantized(text: str, out_features: int, in_features: int) -> QuantizedLinear:
+    weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(1)) * torch.linspace(0.2, 3, in_features)
+    scheme = parse(text)
+    return numerics.quantize(weight, scheme, *numerics.minmax_parameters(weight, scheme))
+
+
+def _run(isa: str, q: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
+    kernel = NativeBf16(2, isa)
+    return kernel.run(x, kernel.prepack(q))
+
+
+def _inputs(rows: int, in_features: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, in_features, generator=g) * torch.randn(rows, in_features, generator=g).exp()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 40])
+@pytest.mark.parametrize("text", SCHEMES)
+@pytest.mark.parametrize("shape", [(16, 64), (70, 192), (49, 320)])
+def test_both_sides_are_rounded_to_bf16_once(isa: str, rows: int, text: str, shape: tuple[int, int]) -> None:
+    """A weight that is one unit of bf16 off would be 4e-3 off, all of them truncated instead of rounded 2e-3."""
+    q, x = _quantized(text, *shape), _inputs(rows, shape[1])
+    weight = ((numerics.dequantize(q).view(torch.int32) + 0x8000) & -0x10000).view(torch.float32).double()
+    off = _run(isa, q, x) - x.bfloat16().double() @ weight.T
+    assert off.norm() <= 1e-6 * x.norm() * weight.norm() / shape[1] ** 0.5
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 15, 16, 17, 31, 33, 64, 300])
+@pytest.mark.parametrize("text", SCHEMES)
+@pytest.mark.parametrize("shape", [(16, 64), (70, 192), (49, 320), (33, 1088)])
+@pytest.mark.skipif("amx" not in instruction_sets(), reason="this CPU has no AMX")
+def test_tiles_give_the_bits_of_plain_code(rows: int, text: str, shape: tuple[int, int]) -> None:
+    q, x = _quantized(text, *shape), _inputs(rows, shape[1])
+    assert torch.equal(_run("amx", q, x), _run("portable", q, x))
+
+
+@pytest.mark.skipif("amx" not in instruction_sets(), reason="this CPU has no AMX")
+@pytest.mark.parametrize("text", ["int4-g32-sym", "int8-g32-asym"])
+def test_the_smallest_numbers_become_zero_alike(text: str) -> None:
+    """Activations, weights and products below the smallest normal number of fp32, and just above it."""
+    q = _quantized(text, 40, 96)
+    q.scales.view(-1)[:] = torch.logspace(-44, -20, q.scales.numel())
+    x = _inputs(20, 96) * torch.logspace(-44, -10, 20)[:, None]
+    y = _run("amx", q, x)
+    assert torch.equal(y, _run("portable", q, x))
+    assert not y[0].any()
+    assert y[-1].any()
+    assert not ((y != 0) & (y.abs() < torch.finfo(torch.float32).tiny)).any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rows", [3, 40])
+def test_a_bias_is_added_to_the_sum(isa: str, rows: int) -> None:
+    q, x = _quantized("int4-g64-sym", 70, 192), _inputs(rows, 192)
+    plain = _run(isa, q, x)
+    bias = torch.linspace(-5, 5, 70)
+    assert torch.equal(_run(isa, replace(q, bias=bias), x), plain + bias)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rows", [3, 12, 40])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("text", ["int4-g32-sym", "int8-channel-sym", "nf4-g32"])
+def test_what_is_no_number_stays_in_its_row_and_in_its_channel(isa: str, rows: int, bad: float, text: str) -> None:
+    q = _quantized(text, 40, 96)
+    q.scales[7, -1] = bad
+    x = torch.ones(rows, 96)
+    x[2, 40] = bad
+    wrong = ~_run(isa, q, x).isfinite()
+    assert wrong[2].all()
+    assert wrong[:, 7].all()
+    wrong[2], wrong[:, 7] = False, False
+    assert not wrong.any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, 0x7F800001, -1])
+def test_every_nan_stays_one(isa: str, bits: int) -> None:
+    """Rounding may not carry out of its significand into infinity or a sign."""
+    q, x = _quantized("int4-g32-sym", 40, 96), torch.ones(3, 96)
+    nan = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    q.scales[7, 1], x[1, 3] = nan, nan
+    y = _run(isa, q, x)
+    assert y[1].isnan().all()
+    assert y[:, 7].isnan().all()
+    assert y.isnan().sum() == 40 + 3 - 1
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("text", ["int4-g32-sym", "int8-channel-sym", "nf4-g32"])
+def test_rows_and_channels_of_zeros_give_zeros(isa: str, text: str) -> None:
+    q = _quantized(text, 40, 96)
+    q.scales[3] = 0
+    x = torch.randn(20, 96, generator=torch.Generator().manual_seed(0))
+    x[4], x[5] = 0, 1e-44
+    y = _run(isa, q, x)
+    assert not y[4:6].any()
+    assert not y[:, 3].any()
+    assert y[0].any()
+
+
+def test_what_it_does_not_multiply_is_left_to_other_kernels() -> None:
+    kernel = NativeBf16(1, "portable")
+    assert kernel.supports(parse("nf4-g64"), (16, 64), "cpu") is None
+    assert "not fp8-e4m3" in str(kernel.supports(parse("fp8-e4m3-channel"), (16, 64), "cpu"))
+    assert "its own way" in str(kernel.supports(parse("int8-channel-sym+int8-token"), (16, 64), "cpu"))

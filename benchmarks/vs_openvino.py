@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,50 +26,63 @@ from qforge.scheme import ACTIVATIONS
 from qforge.stages.outcome import environment
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@dataclass(frozen=True)
+class Other:
+    """The engine beside ours: its name, what the benchmark is called, the script that its interpreter runs, and its weights and cache in words."""
+
+    name: str
+    benchmark: str
+    script: str
+    runs: str
+
+
+OPENVINO = Other("OpenVINO GenAI", "vs_openvino", "openvino_genai_speed.py", "4-bit weights by NNCF; keys and values in 8 bits by both")
+
+
+def main(other: Other = OPENVINO, doc: str | None = __doc__) -> int:
+    """Run both and print the table."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a qforge artifact")
-    parser.add_argument("--other", type=Path, required=True, help="an OpenVINO model of the same shape")
-    parser.add_argument("--python", type=Path, required=True, help="an interpreter that has openvino_genai")
+    parser.add_argument("--other", type=Path, required=True, help=f"a model of the same shape for {other.name}")
+    parser.add_argument("--python", type=Path, required=True, help=f"an interpreter that has {other.name}")
     parser.add_argument("--activations", default="int8", choices=ACTIVATIONS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--save", metavar="NAME", help="also write benchmarks/results/vs_openvino-NAME.json and .md")
+    parser.add_argument("--save", metavar="NAME", help=f"also write benchmarks/results/{other.benchmark}-NAME.json and .md")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        rounds = [one_round(args, Path(folder)) for _ in range(args.rounds)]
+        rounds = [one_round(args, other, Path(folder)) for _ in range(args.rounds)]
     content = {
-        "command": told("vs_openvino"), "activations": args.activations, "threads": args.threads, "weights": weights_of(args.model),
+        "command": told(other.benchmark), "activations": args.activations, "threads": args.threads, "weights": weights_of(args.model),
         "environment": environment() | {"instruction_set": next(iter(instruction_sets()), None), "read_bandwidth": read_bandwidth(args.threads)}, "rounds": rounds,
     }  # fmt: skip
-    text = page(content)
+    text = page(content, other)
     print(text)
     if args.save:
-        (HERE / "results" / f"vs_openvino-{args.save}.json").write_text(json.dumps(content, indent=1) + "\n")
-        (HERE / "results" / f"vs_openvino-{args.save}.md").write_text(text + "\n")
+        (HERE / "results" / f"{other.benchmark}-{args.save}.json").write_text(json.dumps(content, indent=1) + "\n")
+        (HERE / "results" / f"{other.benchmark}-{args.save}.md").write_text(text + "\n")
     return 0
 
 
-def one_round(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+def one_round(args: argparse.Namespace, other: Other, folder: Path) -> dict[str, dict[str, Any]]:
     """Both engines once."""
     request = {
         "model": str(args.model), "other": str(args.other), "activations": args.activations, "kv_cache": "int8", "threads": args.threads, "repeats": 2,
         "single": {"prompt": [100 + i % 1000 for i in range(512)], "output": 1}, "short": {"prompt": [5, 6, 7], "output": 128},
         "mixed": mixed(32, json.loads((args.model / "config.json").read_text())["vocab_size"]),
     }  # fmt: skip
-    return {"theirs": work(args.python, "openvino_genai_speed.py", request, folder), "ours": work(Path(sys.executable), "ours.py", request, folder)}
+    return {"theirs": work(args.python, other.script, request, folder), "ours": work(Path(sys.executable), "ours.py", request, folder)}
 
 
-def page(content: dict[str, Any]) -> str:
+def page(content: dict[str, Any], other: Other) -> str:
     """The table."""
     machine, first = content["environment"], content["rounds"][0]
     head = [
-        f"# qforge beside OpenVINO GenAI ({content['threads']} threads)", "", f"`{content['command']}`", "",
+        f"# qforge beside {other.name} ({content['threads']} threads)", "", f"`{content['command']}`", "",
         f"{first['ours']['version']}, {content['weights']}, {content['activations']} activations; "
-        f"{first['theirs']['version']}, 4-bit weights by NNCF, {first['theirs']['precisions']}; "
-        f"keys and values in 8 bits by both; {machine.get('cpu', '')}, "
+        f"{first['theirs']['version']}, {first['theirs']['precisions']}; {other.runs}; {machine.get('cpu', '')}, "
         f"{machine['instruction_set']}, memory read at {machine['read_bandwidth'] / 1e9:.1f} GB/s. Medians of {len(content['rounds'])} rounds, both in turn.", "",
-        "| | qforge | OpenVINO GenAI | ratio |", "|---|---|---|---|",
+        f"| | qforge | {other.name} | ratio |", "|---|---|---|---|",
     ]  # fmt: skip
     return "\n".join(head + [line for name in ROWS if (line := row(name, content["rounds"], "theirs")) is not None])
 

@@ -223,7 +223,7 @@ class Scheme:
 ACTIVATIONS = ("fp", "int16", "bf16", "int8")
 ACTIVATIONS_MEAN = (
     "fp: only weights are quantized (accurate); int16 and int8 also round activations on the fly (faster); "
-    "bf16 multiplies as other engines do: nearly as accurate as int16, fastest for many rows on a CPU with AMX, elsewhere the same as int16."
+    "bf16 rounds both sides, as other engines do: ten times nearer than int8, fastest for many rows on a CPU with AMX, elsewhere the same as int16."
 )
 
 PRESETS = {

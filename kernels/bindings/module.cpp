@@ -56,6 +56,7 @@ NB_MODULE(_native, m) {
                uintptr_t bias, Activations activations) {
                 new (self) Weight{format, columns, blocks, block_k, run, pointer<const uint8_t>(codes), pointer<const float>(scales), pointer<const uint8_t>(zeros),
                                   pointer<const float>(book), pointer<const float>(bias), activations};
+                if (activations == Activations::BF16 && format != Format::INT4 && format != Format::INT8 && format != Format::BOOK4) throw std::invalid_argument("bf16 products take packed integers and code books");
                 if (self->zeros) self->zero = common_zero(*self);
             },
             nb::arg("format"), nb::arg("columns"), nb::arg("blocks"), nb::arg("block_k"), nb::arg("run"), nb::arg("codes"), nb::arg("scales"), nb::arg("zeros"), nb::arg("book"),

@@ -95,7 +95,7 @@ void multiply(const uint16_t *x, const uint8_t *panels, int64_t count) {
     }
 }
 
-// The same while the panels are made, kLead stretches ahead. `last`: the number of stretches that a panel holds, a power of two, less 1.
+// The same while the panels are made, kLead stretches ahead. `last`: the number of stretches that a panel holds, a power of two, less 1; -1: all.
 template <Format F, int M, int N>
 void make_and_multiply(const Weight &w, int64_t tile, const uint16_t *x, uint8_t *panels, int64_t last) {
     constexpr int64_t kBytes = chunk_bytes(F), kMade = kPanelBytes / 4;  // of a chunk's codes and weights

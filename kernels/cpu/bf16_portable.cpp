@@ -23,7 +23,13 @@ float float_of(uint32_t bits) {
 
 float flushed(float v) { return std::fabs(v) < std::numeric_limits<float>::min() ? 0.0f : v; }
 
-float fma_flushed(float a, float b, float c) { return flushed(std::fma(flushed(a), flushed(b), c)); }
+// x86 looks whether a result is subnormal after it rounded it to 24 bits: what becomes the smallest normal number because subnormals are coarser is 0.
+float fma_flushed(float a, float b, float c) {
+    constexpr double tiny = std::numeric_limits<float>::min(), rounds_to_it = tiny - 0x1p-151;
+    const float v = std::fma(flushed(a), flushed(b), c);
+    if (std::fabs(v) != static_cast<float>(tiny)) return flushed(v);
+    return std::fabs(static_cast<double>(a) * b + c) < rounds_to_it ? 0.0f : v;
+}
 
 uint16_t nearest_even(float v) {
     const uint32_t bits = bits_of(flushed(v));

@@ -20,7 +20,7 @@ int64_t whole_chunks(int64_t rows, int64_t tile_rows, int64_t most) {
 }
 
 #ifdef QFORGE_HAVE_AVX2
-// Whether there are tiles of bytes, and the system lets this process have them
+// Whether there are tiles of bytes and of bf16, with what makes bf16 (no CPU has but some of it), and the system lets this process have them
 bool has_amx() {
 #ifdef __linux__
     constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM (Documentation/arch/x86/xstate.rst)

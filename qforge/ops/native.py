@@ -1,7 +1,8 @@
-"""The native CPU kernels: packed weights (integers, 8-bit floats, 4-bit code books) or dense ones times fp32 activations; packed integers times rounded activations.
+"""The native CPU kernels: packed weights (integers, 8-bit floats, 4-bit code books) or dense ones times fp32 activations; packed integers times rounded activations;
+both sides in bf16.
 
-A row's result is equal bit for bit whatever other rows are in the batch, and for any number of threads (linear.h, integer.h and blockwise.h in kernels/include/qforge: how sums are
-ordered).
+A row's result is equal bit for bit whatever other rows are in the batch, and for any number of threads (linear.h, integer.h, blockwise.h and bf16.h in kernels/include/qforge: how
+sums are ordered).
 """
 
 from __future__ import annotations

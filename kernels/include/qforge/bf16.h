@@ -1,8 +1,8 @@
 // y = bf16(x) bf16(W)^T (+ bias) for packed weights (linear.h), summed in fp32: what AMX's tiles multiply, from the first input to the last without leaving them.
 //
 // Activations. bf16: the nearest, ties to even; subnormals become 0, NaNs stay NaN.
-// Weights, in fp32. INT4, INT8: value = fma(2^k + code, scale, 0 - (2^k + zero) * scale) with k = mantissa_bits(format, input): (code - zero) * scale to within 2^(k - 24) of the scale, rounded once
-//   where the scale has up to 11 significant bits.  BOOK4: value = book[code] * scale.  Then bf16: the nearest, ties away from zero. A scale that is NaN makes them NaN.
+// Weights, in fp32. INT4, INT8: value = fma(2^k + code, scale, 0 - (2^k + zero) * scale) with k = mantissa_bits(format, input): (code - zero) * scale, rounded once
+//   where the scale has up to 11 significant bits, else within 2^(k - 22) of the scale (a code that is the zero point, too).  BOOK4: value = book[code] * scale.  Then bf16: the nearest, ties away from zero. A scale that is NaN makes them NaN.
 // Sums. For every 32 inputs (those past the last are 0), with products and sums as single fused operations in fp32, subnormals taken and given as 0:
 //   even = odd = 0;  for each pair of them, in order: even = fma(x[2 i], w[2 i], even), odd = fma(x[2 i + 1], w[2 i + 1], odd);  total = total + (even + odd)
 // which is how TDPBF16PS is defined (Intel's Software Developer's Manual, volume 2); y = total (+ bias).

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "qforge/blockwise.h"
 #include "qforge/bf16.h"
+#include "qforge/blockwise.h"
 #include "qforge/integer.h"
 #include "qforge/layers.h"
 #include "qforge/linear.h"

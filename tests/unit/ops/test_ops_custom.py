@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from qforge.ops.native import NativeDense, NativeInt8, NativeKernel, NativeRounded
+from qforge.ops.native import NativeBf16, NativeDense, NativeInt8, NativeKernel, NativeRounded
 from qforge.ops.native_module import missing
 from qforge.ops.triton import custom_ops
 from qforge.ops.triton.cache import empty_cache
@@ -111,9 +111,10 @@ def test_a_compiled_linear_is_one_graph_and_right(text: str) -> None:
         (NativeKernel(1), "int4-g32-asym", False), (NativeKernel(1), "int4-g32-asym", True), (NativeKernel(1), "nf4-g32", False),
         (NativeKernel(1), "int8-channel-sym+int8-g32", False), (NativeInt8(1), "int8-channel-sym+int8-token", False),
         (NativeRounded(8, 1), "int4-g32-sym", False), (NativeRounded(16, 1), "int4-g32-sym", True),
+        (NativeBf16(1, "portable"), "int4-g32-asym", True), (NativeBf16(1, "portable"), "nf4-g32", False),
     ],
 )  # fmt: skip
-def test_a_compiled_native_product_has_the_same_bits(kernel: NativeKernel | NativeInt8 | NativeRounded, text: str, shuffled: bool) -> None:
+def test_a_compiled_native_product_has_the_same_bits(kernel: NativeKernel | NativeInt8 | NativeRounded | NativeBf16, text: str, shuffled: bool) -> None:
     q = quantized(text, (37, 96), bias=True, shuffled=shuffled)
     assert kernel.supports(q.scheme, (37, 96), "cpu") is None
     packed = kernel.prepack(q)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 Timeline = list[list[float]]  # of each request, seconds from the start until each of its tokens
@@ -30,3 +30,14 @@ def summary(came: Timeline) -> dict[str, float]:
 def best(runs: Iterable[Timeline]) -> dict[str, float]:
     """Of the same load run several times, the fastest: the first one pays for memory that an engine touches for the first time."""
     return max(map(summary, runs), key=lambda s: s["tokens_per_second"])
+
+
+def figures(run: Callable[[list[dict[str, Any]]], Timeline], request: dict[str, Any]) -> dict[str, Any]:
+    """What a batching engine is timed by, the best of several times each: `run` gives it requests at once."""
+    repeats = range(request["repeats"])
+    single, short = ([run([request[name]])[0] for _ in repeats] for name in ("single", "short"))
+    return {
+        "prefill": max(len(request["single"]["prompt"]) / t[0] for t in single),
+        "decode": max((len(t) - 1) / (t[-1] - t[0]) for t in short),
+        "mixed": best(run(request["mixed"]) for _ in repeats),
+    }

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
-from load import Timeline, best
+from load import Timeline, figures
 
 
 def pipeline(folder: str, threads: int) -> Any:
@@ -46,10 +46,7 @@ def main() -> None:
     chosen = {name: ov.Core().get_property("CPU", name) for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")}
     told = ", ".join(f"{name.lower()} {kind.get_type_name()}" for name, kind in chosen.items())
     answer: dict[str, Any] = {"version": f"openvino-genai {genai.__version__}", "precisions": told}
-    single = [timed_steps(pipe, [request["single"]])[0] for _ in range(request["repeats"])]
-    answer["prefill"] = max(len(request["single"]["prompt"]) / t[0] for t in single)
-    answer["decode"] = max((len(t) - 1) / (t[-1] - t[0]) for t in [timed_steps(pipe, [request["short"]])[0] for _ in range(request["repeats"])])
-    answer["mixed"] = best(timed_steps(pipe, request["mixed"]) for _ in range(request["repeats"]))
+    answer |= figures(lambda requests: timed_steps(pipe, requests), request)
     print("\n" + json.dumps(answer), flush=True)
 
 

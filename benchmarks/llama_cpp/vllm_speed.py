@@ -10,7 +10,7 @@ from typing import Any
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
-from load import Timeline, best
+from load import Timeline, figures
 
 
 def timed_steps(engine: Any, requests: list[dict[str, Any]]) -> Timeline:
@@ -43,10 +43,7 @@ def main() -> None:
     ))  # fmt: skip
     timed_steps(engine, [request["short"]])
     answer: dict[str, Any] = {"version": f"vllm {vllm.__version__}", "precisions": "activations, keys and values in bf16"}
-    single = [timed_steps(engine, [request["single"]])[0] for _ in range(request["repeats"])]
-    answer["prefill"] = max(len(request["single"]["prompt"]) / t[0] for t in single)
-    answer["decode"] = max((len(t) - 1) / (t[-1] - t[0]) for t in [timed_steps(engine, [request["short"]])[0] for _ in range(request["repeats"])])
-    answer["mixed"] = best(timed_steps(engine, request["mixed"]) for _ in range(request["repeats"]))
+    answer |= figures(lambda requests: timed_steps(engine, requests), request)
     print("\n" + json.dumps(answer), flush=True)
 
 

@@ -118,6 +118,7 @@ struct Product {
         for (int64_t b = 0; b < w.blocks; ++b) {
             codes_ahead.fetch();
             scales_ahead.fetch();
+            p.cache->fetch(R * T * kTile * w.block_k);
             V::Floats part[R][T];
 #pragma GCC unroll 6
             for (int r = 0; r < R; ++r)

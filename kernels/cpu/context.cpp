@@ -60,7 +60,7 @@ std::vector<std::string> Context::instruction_sets() {
     return found;
 }
 
-Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa), piece_(linear_portable), layers_(&layers_portable), integer_(&integer_portable), blockwise_(&blockwise_portable), bf16_(&bf16_portable), scratch_(threads) {
+Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa), piece_(linear_portable), layers_(&layers_portable), integer_(&integer_portable), blockwise_(&blockwise_portable), bf16_(&bf16_portable), scratch_(threads), cache_ahead_(threads) {
     const auto sets = instruction_sets();
     if (std::find(sets.begin(), sets.end(), isa) == sets.end()) throw std::invalid_argument("this CPU does not run the instruction set " + isa);
 #ifdef QFORGE_HAVE_AVX2
@@ -120,17 +120,27 @@ Context::Cut Context::cut_strips(const Weight &weight, int64_t rows, int64_t til
     return {whole_chunks(rows, tile_rows, most_rows), few_tasks ? kWideTiles / 2 : std::max<int64_t>(kWideTiles, weight.tiles() / (threads() * 8) / kWideTiles * kWideTiles)};
 }
 
-void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride) {
+// Makes rows where that is asked for, and rounds them while they are near.
+template <typename F>
+void Context::round_rows(int64_t rows, const Weight &weight, const Rows &before, const F &round) {
+    split_rows(rows, 1 + 8192 / weight.inputs(), [&](int64_t first, int64_t end) {
+        if (before) before(first, end);
+        round(first, end);
+    });
+}
+
+void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before) {
     const auto held = turn();
-    if (weight.activations == Activations::BF16) return linear_bf16(weight, x, rows, x_stride, y, y_stride);
-    if (weight.activations != Activations::F32) return linear_blockwise(weight, x, rows, x_stride, y, y_stride);
+    if (weight.activations == Activations::BF16) return linear_bf16(weight, x, rows, x_stride, y, y_stride, before);
+    if (weight.activations != Activations::F32) return linear_blockwise(weight, x, rows, x_stride, y, y_stride, before);
+    if (before) split_rows(rows, 1 + 8192 / weight.inputs(), before);
     grow_scratch(scratch_floats(weight) * static_cast<int64_t>(sizeof(float)));
     split_product(weight, rows, cut_panels(weight, rows), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
         piece_({&weight, x, y, x_stride, y_stride, row, row_end, tile, tile_end}, scratch_[thread].get());
     });
 }
 
-void Context::linear_blockwise(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride) {
+void Context::linear_blockwise(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before) {
     const auto grow = [](auto &vector, int64_t size) {
         if (static_cast<int64_t>(vector.size()) < size) vector.resize(static_cast<size_t>(size));
     };
@@ -141,14 +151,14 @@ void Context::linear_blockwise(const Weight &weight, const float *x, int64_t row
     grow(block_sums_, whole * weight.blocks);
     grow(segment_offsets_, rows * segments * limbs(weight));
     const RoundedBlocks rounded{segment_codes_.data(), segment_scales_.data(), block_sums_.data(), group_scales_.data(), segment_offsets_.data()};
-    split_rows(rows, 1 + 8192 / weight.inputs(), [&](int64_t first, int64_t end) { blockwise_->round_rows(weight, x, x_stride, rounded, first, end); });
+    round_rows(rows, weight, before, [&](int64_t first, int64_t end) { blockwise_->round_rows(weight, x, x_stride, rounded, first, end); });
     if (blockwise_->scratch_bytes) grow_scratch(blockwise_->scratch_bytes(weight));
     split_product(weight, rows, cut_strips(weight, rows, blockwise_->tile_rows, blockwise_->most_rows), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
-        blockwise_->piece({&weight, rounded, y, y_stride, row, row_end, tile, tile_end}, scratch_[thread].get());
+        blockwise_->piece({&weight, rounded, y, y_stride, row, row_end, tile, tile_end, &cache_ahead_[static_cast<size_t>(thread)]}, scratch_[thread].get());
     });
 }
 
-void Context::linear_bf16(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride) {
+void Context::linear_bf16(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before) {
     const int64_t bytes = (rows + kGroupRows - 1) / kGroupRows * stretches(weight) * kTileValues * 2;
     if (bytes > bf16_bytes_) {
         bf16_bytes_ = 0;
@@ -156,25 +166,25 @@ void Context::linear_bf16(const Weight &weight, const float *x, int64_t rows, in
         bf16_bytes_ = bytes;
     }
     const Bf16Rows rounded{reinterpret_cast<uint16_t *>(bf16_rows_.get())};
-    split_rows(rows, 1 + 8192 / weight.inputs(), [&](int64_t first, int64_t end) { bf16_->round_rows(weight, x, x_stride, rounded, first, end); });
+    round_rows(rows, weight, before, [&](int64_t first, int64_t end) { bf16_->round_rows(weight, x, x_stride, rounded, first, end); });
     grow_scratch(bf16_scratch(weight));
     split_product(weight, rows, cut_strips(weight, rows, kGroupRows, kBf16Rows), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
         bf16_->piece({&weight, rounded, y, y_stride, row, row_end, tile, tile_end}, scratch_[thread].get());
     });
 }
 
-void Context::linear_int8(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float static_scale, float *y, int64_t y_stride) {
+void Context::linear_int8(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float static_scale, float *y, int64_t y_stride, const Rows &before) {
     const auto held = turn();
     const int64_t run = weight.run * weight.block_k;
     codes_.resize(static_cast<size_t>((rows + 15) / 16 * 16 * weight.inputs() * integer_->code_bytes));  // tiles of 16 rows read whole ones
     row_scales_.resize(static_cast<size_t>(rows));
     code_sums_.resize(static_cast<size_t>(rows * weight.blocks / weight.run));
     const RoundedRows rounded{x, x_stride, weight.inputs(), static_scale, run, codes_.data(), row_scales_.data(), code_sums_.data()};
-    split_rows(rows, 1 + 8192 / weight.inputs(), [&](int64_t first, int64_t end) { integer_->round_rows(rounded, first, end); });
+    round_rows(rows, weight, before, [&](int64_t first, int64_t end) { integer_->round_rows(rounded, first, end); });
     if (integer_->scratch_bytes) grow_scratch(integer_->scratch_bytes(weight));
     const Cut cut = integer_->panels ? cut_panels(weight, rows) : cut_strips(weight, rows, integer_->tile_rows, integer_->most_rows);
     split_product(weight, rows, cut, [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
-        integer_->piece({&weight, codes_.data(), row_scales_.data(), code_sums_.data(), y, y_stride, row, row_end, tile, tile_end}, scratch_[thread].get());
+        integer_->piece({&weight, codes_.data(), row_scales_.data(), code_sums_.data(), y, y_stride, row, row_end, tile, tile_end, &cache_ahead_[static_cast<size_t>(thread)]}, scratch_[thread].get());
     });
 }
 
@@ -217,21 +227,39 @@ uint64_t Context::checksum(const uint64_t *words, int64_t count) {
 
 void Context::norm(const NormRows &n, int64_t rows) {
     const auto held = turn();
-    split_rows(rows, 1 + 16384 / n.width, [&](int64_t first, int64_t end) { layers_->norm(n, first, end); });
+    split_rows(rows, 1 + 16384 / n.width, rows_of(n));
 }
 
 void Context::residual(const ResidualRows &r, int64_t rows) {
     const auto held = turn();
-    split_rows(rows, 1 + 8192 / r.width, [&](int64_t first, int64_t end) { layers_->residual(r, first, end); });
+    split_rows(rows, 1 + 8192 / r.width, rows_of(r));
 }
 
 void Context::gate(const GateRows &g, int64_t rows) {
     const auto held = turn();
-    split_rows(rows, 1 + 8192 / g.width, [&](int64_t first, int64_t end) { layers_->gate(g, first, end); });
+    split_rows(rows, 1 + 8192 / g.width, rows_of(g));
+}
+
+Context::Rows Context::rows_of(const NormRows &n) const {
+    return [this, n](int64_t first, int64_t end) { layers_->norm(n, first, end); };
+}
+
+Context::Rows Context::rows_of(const ResidualRows &r) const {
+    return [this, r](int64_t first, int64_t end) { layers_->residual(r, first, end); };
+}
+
+Context::Rows Context::rows_of(const GateRows &g) const {
+    return [this, g](int64_t first, int64_t end) { layers_->gate(g, first, end); };
+}
+
+void Context::bring(const Attention &a, const int32_t *query_starts, int64_t sequences, int64_t products) {
+    const auto held = turn();
+    for (int64_t t = 0; t < threads(); ++t) cache_ahead_[static_cast<size_t>(t)] = {a, query_starts, sequences * t / threads(), sequences * (t + 1) / threads(), products / threads()};
 }
 
 void Context::attention(const Attention &a, int64_t tokens, const int32_t *query_starts, int64_t sequences) {
     const auto held = turn();
+    bring_nothing();
     split_rows(tokens, 1 + 8192 / a.row_stride(), [&](int64_t first, int64_t end) { layers_->rotate_and_store(a, first, end); });
     for (int64_t s = 0; s < sequences; ++s) {
         const int64_t last = query_starts[s + 1] - 1;

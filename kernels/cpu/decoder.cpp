@@ -23,6 +23,12 @@ int64_t columns(const Product &product) {
     return sum;
 }
 
+int64_t multiplications(const Product &product) {  // of a row
+    int64_t sum = 0;
+    for (const Part &part : product) sum += part.weight.columns * part.weight.inputs();
+    return sum;
+}
+
 float value_at(Format format, const void *values, int64_t index) {
     if (format == Format::F32) return static_cast<const float *>(values)[index];
     const uint16_t bits = static_cast<const uint16_t *>(values)[index];
@@ -88,11 +94,16 @@ void Decoder::embed(const int64_t *tokens, int64_t rows) {
     });
 }
 
-void Decoder::product(const Product &product, const float *x, int64_t rows, float *y) {
+void Decoder::product(const Product &product, const float *x, int64_t rows, float *y, const Context::Rows &before) {
     if (rows == 0) return;
     const int64_t y_stride = columns(product);
+    const Context::Rows nothing;
+    const Part &first = product.front();
+    const bool with_first = !first.gather && !first.elsewhere;  // whether the first part computes its rows as it rounds them
+    if (before && !with_first) context_.rows(rows, 1 + 8192 / first.inputs, before);
     for (const Part &part : product) {
         const float *from = x;
+        const Context::Rows &missing = &part == &first && with_first ? before : nothing;
         if (part.gather) {
             const int64_t inputs = part.weight.inputs();
             from = gathered_.get();
@@ -104,67 +115,73 @@ void Decoder::product(const Product &product, const float *x, int64_t rows, floa
         if (part.elsewhere)
             part.elsewhere(reinterpret_cast<uintptr_t>(from), rows, reinterpret_cast<uintptr_t>(y), y_stride);
         else if (part.arithmetic == Arithmetic::INT8)
-            context_.linear_int8(part.weight, from, rows, part.weight.inputs(), part.static_scale, y, y_stride);
+            context_.linear_int8(part.weight, from, rows, part.weight.inputs(), part.static_scale, y, y_stride, missing);
         else
-            context_.linear(part.weight, from, rows, part.weight.inputs(), y, y_stride);
+            context_.linear(part.weight, from, rows, part.weight.inputs(), y, y_stride, missing);
         y += part.weight.columns;
     }
 }
 
-void Decoder::attention(const Layer &layer, const Step &step) {
+Attention Decoder::attention(const Layer &layer, const Step &step) const {
     const RopeTables &rope = ropes_[static_cast<size_t>(layer.rope)];
-    const Attention a{layer.cache, wide_.get(), narrow_.get(), layer.heads, layer.window, layer.scale, layer.q_norm, layer.k_norm, shape_.norm_eps,
-                      rope.cosines, rope.sines, step.positions, step.slots, step.block_tables, step.table_stride};
-    context_.attention(a, step.rows, step.query_starts, step.sequences);
+    return {layer.cache, wide_.get(), narrow_.get(), layer.heads, layer.window, layer.scale, layer.q_norm, layer.k_norm, shape_.norm_eps,
+            rope.cosines, rope.sines, step.positions, step.slots, step.block_tables, step.table_stride};
 }
 
 // Only the wanted rows of what goes on: after the last layer's attention nobody looks at the others any more.
-void Decoder::keep(const Step &step, int64_t attended) {
+int64_t Decoder::keep(const Step &step, int64_t attended) {
     for (int64_t i = 0; i < step.num_wanted; ++i) {
         const int64_t from = step.wanted[i];
         if (from == i) continue;
         std::memmove(x_.get() + i * shape_.width, x_.get() + from * shape_.width, static_cast<size_t>(shape_.width) * sizeof(float));
         std::memmove(narrow_.get() + i * attended, narrow_.get() + from * attended, static_cast<size_t>(attended) * sizeof(float));
     }
+    return step.num_wanted;
 }
 
-void Decoder::hidden(const Step &step) {
-    reserve(step.rows);
-    int64_t rows = step.rows;
-    embed(step.tokens, rows);
-    context_.norm({x_.get(), layers_[0].input_norm, next_.get(), shape_.width, shape_.norm_eps}, rows);
-    for (size_t i = 0; i < layers_.size(); ++i) {
-        const Layer &layer = layers_[i];
-        const bool last = i + 1 == layers_.size();
-        product(layer.qkv, next_.get(), rows, wide_.get());
-        attention(layer, step);
-        if (last && step.num_wanted < rows) {
-            keep(step, layer.heads * layer.cache.head_dim);
-            rows = step.num_wanted;
-        }
-        product(layer.output, narrow_.get(), rows, branch_.get());
-        context_.residual({x_.get(), branch_.get(), layer.post_attention_norm, layer.mlp_norm, next_.get(), shape_.width, shape_.norm_eps}, rows);
-        product(layer.gate_up, next_.get(), rows, wide_.get());
-        context_.gate({wide_.get(), narrow_.get(), shape_.intermediate, shape_.activation}, rows);
-        product(layer.down, narrow_.get(), rows, branch_.get());
-        context_.residual({x_.get(), branch_.get(), layer.post_mlp_norm, last ? norm_ : layers_[i + 1].input_norm, next_.get(), shape_.width, shape_.norm_eps}, rows);
-    }
+// What attention will read while the products before it are computed, for more rows than make these wait for their weights
+void Decoder::bring(const Layer &layer, const Layer &next, const Step &step) {
+    if (step.rows <= kFewRows) return;
+    int64_t products = 0;
+    for (const Product *p : {&layer.output, &layer.gate_up, &layer.down, &next.qkv}) products += step.rows * multiplications(*p);
+    context_.bring(attention(next, step), step.query_starts, step.sequences, products);
 }
 
 void Decoder::logits(const Step &step, float *logits) {
-    const auto turn = context_.turn();
-    hidden(step);
-    product(head_, next_.get(), step.num_wanted, logits);
+    struct Turn {  // a product that runs elsewhere may throw
+        Context &context;
+        std::unique_lock<std::recursive_mutex> held = context.turn();
+        ~Turn() { context.bring_nothing(); }
+    } turn{context_};
+    reserve(step.rows);
+    int64_t rows = step.rows;
+    embed(step.tokens, rows);
+    const auto norm = [&](const float *weight) { return context_.rows_of(NormRows{x_.get(), weight, next_.get(), shape_.width, shape_.norm_eps}); };
+    const auto residual = [&](const float *branch, const float *weight) { return context_.rows_of(ResidualRows{x_.get(), branch_.get(), branch, weight, next_.get(), shape_.width, shape_.norm_eps}); };
+    const auto gate = context_.rows_of(GateRows{wide_.get(), narrow_.get(), shape_.intermediate, shape_.activation});
+    auto before = norm(layers_[0].input_norm);
+    for (size_t i = 0; i < layers_.size(); ++i) {
+        const Layer &layer = layers_[i];
+        const Layer *next = i + 1 < layers_.size() ? &layers_[i + 1] : nullptr;
+        product(layer.qkv, next_.get(), rows, wide_.get(), before);
+        context_.attention(attention(layer, step), rows, step.query_starts, step.sequences);
+        if (next) bring(layer, *next, step);
+        else rows = keep(step, layer.heads * layer.cache.head_dim);
+        product(layer.output, narrow_.get(), rows, branch_.get());
+        product(layer.gate_up, next_.get(), rows, wide_.get(), residual(layer.post_attention_norm, layer.mlp_norm));
+        product(layer.down, narrow_.get(), rows, branch_.get(), gate);
+        before = residual(layer.post_mlp_norm, next ? next->input_norm : norm_);
+    }
+    product(head_, next_.get(), rows, logits, before);
 }
 
 void Decoder::choose(const Step &step, const Sampling *sampling, int64_t *chosen) {
     const auto turn = context_.turn();
-    hidden(step);
     if (step.num_wanted > logit_rows_) {
         logits_ = allocate(step.num_wanted * shape_.vocabulary);
         logit_rows_ = step.num_wanted;
     }
-    product(head_, next_.get(), step.num_wanted, logits_.get());
+    logits(step, logits_.get());
     context_.tasks(step.num_wanted, [&](int64_t row, int thread) {
         const float *row_logits = logits_.get() + row * shape_.vocabulary;
         chosen[row] = sampling ? draw(row_logits, shape_.vocabulary, sampling[row], candidates_[static_cast<size_t>(thread)]) : most_likely(row_logits, shape_.vocabulary);

@@ -85,6 +85,7 @@ struct Product {
                 for (int t = 0; t < T; ++t) sum[r][t] = start_of(w, w.zeros + ((tile + t) * w.blocks + b) * kTile, code_sum[r * runs]);
             for (const int64_t end = b + w.run; b < end; ++b, x += w.block_k) {
                 codes_ahead.fetch();
+                p.cache->fetch(R * T * kTile * w.block_k);
                 add_chunks<F>(sum, chunk, x, inputs, w.block_k / 8);
             }
             for (int t = 0; t < T; ++t) {

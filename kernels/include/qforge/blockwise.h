@@ -14,6 +14,7 @@
 
 #include <cstdint>
 
+#include "qforge/cache_ahead.h"
 #include "qforge/linear.h"
 
 namespace qforge {
@@ -40,6 +41,7 @@ struct BlockwisePiece {
     RoundedBlocks rounded;
     float *y;
     int64_t y_stride, row, row_end, tile, tile_end;
+    CacheAhead *cache;  // the thread's own
 };
 
 struct BlockwiseFunctions {

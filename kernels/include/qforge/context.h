@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -9,6 +10,7 @@
 
 #include "qforge/bf16.h"
 #include "qforge/blockwise.h"
+#include "qforge/cache_ahead.h"
 #include "qforge/integer.h"
 #include "qforge/layers.h"
 #include "qforge/linear.h"
@@ -26,15 +28,24 @@ class Context {
   public:
     Context(int threads, const std::string &isa);  // isa: a name that instruction_sets() lists; throws std::invalid_argument for others
 
-    // y [rows][columns] = x [rows][weight.inputs()] W^T + bias, x rounded before as weight.activations says; x_stride and y_stride in floats
-    void linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride);
+    // Computes rows [first, end) of what a product takes; see rows_of()
+    using Rows = std::function<void(int64_t first, int64_t end)>;
+
+    // y [rows][columns] = x [rows][weight.inputs()] W^T + bias, x rounded before as weight.activations says; x_stride and y_stride in floats; `before`, if any, computes x
+    void linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before = {});
     // The same with x rounded to int8 row by row (integer.h), for INT4 and INT8 weights; static_scale 0 lets each row have its own scale
-    void linear_int8(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float static_scale, float *y, int64_t y_stride);
+    void linear_int8(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float static_scale, float *y, int64_t y_stride, const Rows &before = {});
     void norm(const NormRows &norm, int64_t rows);
     void residual(const ResidualRows &residual, int64_t rows);
     void gate(const GateRows &gate, int64_t rows);
+    Rows rows_of(const NormRows &norm) const;  // of what these compute
+    Rows rows_of(const ResidualRows &residual) const;
+    Rows rows_of(const GateRows &gate) const;
     // Rotates, writes the cache, and attends for the T tokens of a step; query_starts [sequences + 1]
     void attention(const Attention &attention, int64_t tokens, const int32_t *query_starts, int64_t sequences);
+    // Until that attention, or bring_nothing(), products of integers bring the keys and values that it will read, each thread those of its own tasks; `products`: so many multiplications are to come.
+    void bring(const Attention &attention, const int32_t *query_starts, int64_t sequences, int64_t products);
+    void bring_nothing() { std::fill(cache_ahead_.begin(), cache_ahead_.end(), CacheAhead()); }
     // Calls run(first, end) for pieces of [0, rows) of at least `least` rows
     template <typename F>
     void rows(int64_t rows, int64_t least, const F &run) {
@@ -65,8 +76,8 @@ class Context {
 
     Cut cut_panels(const Weight &weight, int64_t rows) const;
     Cut cut_strips(const Weight &weight, int64_t rows, int64_t tile_rows, int64_t most_rows) const;
-    void linear_blockwise(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride);
-    void linear_bf16(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride);
+    void linear_blockwise(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before);
+    void linear_bf16(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before);
     void grow_scratch(int64_t bytes);  // of each thread, whose contents are lost
     // A piece must be worth the hand-over to another thread.
     template <typename F>
@@ -85,6 +96,8 @@ class Context {
             },
             &job);
     }
+    template <typename F>
+    void round_rows(int64_t rows, const Weight &weight, const Rows &before, const F &round);
     template <typename F>
     void split_product(const Weight &weight, int64_t rows, const Cut &cut, const F &run);
 
@@ -107,6 +120,7 @@ class Context {
     int64_t bf16_bytes_ = 0;
     std::vector<Scratch> scratch_;
     int64_t scratch_bytes_ = 0;
+    std::vector<CacheAhead> cache_ahead_;
 };
 
 }  // namespace qforge

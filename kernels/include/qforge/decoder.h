@@ -73,11 +73,11 @@ class Decoder {
     void choose(const Step &step, const Sampling *sampling, int64_t *chosen);  // [L]; sampling null: greedy
 
   private:
-    void hidden(const Step &step);  // normed rows of the wanted tokens, in next_
     void embed(const int64_t *tokens, int64_t rows);
-    void product(const Product &product, const float *x, int64_t rows, float *y);
-    void attention(const Layer &layer, const Step &step);
-    void keep(const Step &step, int64_t attended);
+    void product(const Product &product, const float *x, int64_t rows, float *y, const Context::Rows &before = {});
+    Attention attention(const Layer &layer, const Step &step) const;
+    int64_t keep(const Step &step, int64_t attended);  // how many rows that are
+    void bring(const Layer &layer, const Layer &next, const Step &step);
     void reserve(int64_t rows);
 
     Context &context_;

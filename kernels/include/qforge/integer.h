@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "qforge/cache_ahead.h"
 #include "qforge/linear.h"
 
 namespace qforge {
@@ -34,6 +35,7 @@ struct IntegerPiece {
     const int32_t *sums;
     float *y;
     int64_t y_stride, row, row_end, tile, tile_end;
+    CacheAhead *cache;  // the thread's own
 };
 
 struct IntegerFunctions {

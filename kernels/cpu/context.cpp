@@ -123,7 +123,7 @@ Context::Cut Context::cut_strips(const Weight &weight, int64_t rows, int64_t til
 // Makes rows where that is asked for, and rounds them while they are near.
 template <typename F>
 void Context::round_rows(int64_t rows, const Weight &weight, const Rows &before, const F &round) {
-    split_rows(rows, 1 + 8192 / weight.inputs(), [&](int64_t first, int64_t end) {
+    split_rows(rows, 1 + (before ? 2048 : 8192) / weight.inputs(), [&](int64_t first, int64_t end) {
         if (before) before(first, end);
         round(first, end);
     });

@@ -11,6 +11,7 @@ import yaml
 
 from qforge.files import write_text
 from qforge.types import Evaluation
+from qforge.yaml_text import yaml_text
 
 CARD = "README.md"
 _WORST = 5
@@ -44,7 +45,7 @@ def _recipe(provenance: Mapping[str, Any]) -> Iterator[str]:
     if not provenance.get("quantize"):
         return
     yield "\n## Recipe\n\n```yaml"
-    yield yaml.safe_dump({"quantize": provenance["quantize"]}, sort_keys=False, allow_unicode=True).rstrip() + "\n```\n"
+    yield yaml_text({"quantize": provenance["quantize"]}).rstrip() + "\n```\n"
     calibration = provenance.get("calibration") or {}
     if calibration.get("tokens"):
         yield f"Calibrated on {calibration['tokens']:,} tokens; the text's SHA-256 is in qforge.json beside the artifact.\n"

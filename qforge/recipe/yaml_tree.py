@@ -5,7 +5,6 @@ Duplicate keys, tags, merge keys and endless anchors are refused: a recipe means
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +12,7 @@ from typing import Any
 import yaml
 
 from qforge.errors import RecipeError
-
-_TAG = "tag:yaml.org,2002:"
-_CORE = [
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", r"[-+]?[0-9]{1,400}|0o[0-7]{1,400}|0x[0-9a-fA-F]{1,400}", "-+0123456789"),
-    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+.0123456789"),
-    ("null", r"~|null|Null|NULL|", "~nN"),
-]
+from qforge.yaml_text import TAG, add_core
 
 
 class _CoreLoader(yaml.SafeLoader):
@@ -29,8 +21,7 @@ class _CoreLoader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own class attribute)
 
 
-for _name, _pattern, _first in _CORE:
-    _CoreLoader.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_pattern})\Z"), [*_first, *([""] if _name == "null" else [])])
+add_core(_CoreLoader)
 
 
 def _integer(text: str) -> int:
@@ -119,14 +110,14 @@ class _Builder:
         self.left -= 1
         if depth > 12 or self.left < 0:
             raise RecipeError(f"{self.where(node)}this is not a recipe: it is nested too deeply, or an anchor repeats itself")
-        kind = node.tag.removeprefix(_TAG)
+        kind = node.tag.removeprefix(TAG)
         if isinstance(node, yaml.MappingNode) and kind == "map":
             return self.mapping(node, depth)
         if isinstance(node, yaml.SequenceNode) and kind == "seq":
             return [self.build(item, depth + 1) for item in node.value]
         if isinstance(node, yaml.ScalarNode) and kind in _SCALARS:
             return self.scalar(node, kind)
-        raise RecipeError(f"{self.where(node)}YAML tags ('{node.tag.replace(_TAG, '!!')}') are not allowed in a recipe; write the plain value")
+        raise RecipeError(f"{self.where(node)}YAML tags ('{node.tag.replace(TAG, '!!')}') are not allowed in a recipe; write the plain value")
 
     def where(self, node: yaml.Node) -> str:
         return f"{self.name}:{_line(node)}: "

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from qforge.report import choice, quality
 from qforge.report.numbers import MISSING, figure, interval, number, percent, seconds, size
+from qforge.yaml_text import yaml_text
 
 WORST_LAYERS = 10
 WORST_GROUPS = 3
@@ -59,7 +58,7 @@ def gather(results: Mapping[str, Any]) -> Facts:
         _resources(results),
         _environment(results),
     ]
-    recipe = yaml.safe_dump(results.get("recipe") or {}, sort_keys=False, allow_unicode=True, width=120)
+    recipe = yaml_text(results.get("recipe") or {})
     model = str((results.get("model") or {}).get("source", "model"))
     command = "qforge quantize --recipe recipe.yaml"
     return Facts(f"qforge: {model}", good, verdict, reasons, [t for t in tables if t is not None], _warnings(results), command, recipe, _all_layers(results), results)

@@ -255,4 +255,4 @@ def test_write(results_path: Path, tmp_path: Path) -> None:
 def test_the_report_reads_only_results_json() -> None:
     code = "import sys, json, qforge.report, qforge.report.summary; print(json.dumps([m for m in sys.modules if m.split('.')[0] in ('qforge', 'torch', 'numpy')]))"
     loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-    assert {m for m in loaded if not m.startswith("qforge.report")} == {"qforge"}
+    assert {m for m in loaded if not m.startswith("qforge.report")} == {"qforge", "qforge.yaml_text"}

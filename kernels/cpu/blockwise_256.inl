@@ -51,6 +51,15 @@ inline CodeSums round_segment(const float *x, int64_t inputs, float inverse, int
     return {all, L == 2 ? sum_of_lanes(high_sum) : all};
 }
 
+inline void largest_bits_of_four(const float *x, uint32_t *bits) {
+    for (int i = 0; i < 4; ++i) bits[i] = largest_bits(x + i * kSegment, kSegment);
+}
+
+template <int L>
+inline void round_four(const float *x, const float *inverse, int8_t *high, int8_t *low, CodeSums *sums) {
+    for (int64_t i = 0; i < 4; ++i) sums[i] = round_segment<L>(x + i * kSegment, kSegment, inverse[i], high + i * kSegment, L == 2 ? low + i * kSegment : nullptr);
+}
+
 struct Bytes {  // 4 inputs of 16 columns
     __m256i lo, hi;
 };

@@ -28,6 +28,53 @@ inline CodeSums round_segment(const float *x, int64_t inputs, float inverse, int
     return {all, L == 2 ? _mm512_reduce_add_epi32(high_sum) : all};
 }
 
+// Four vectors -> one of 32-bit lanes, whose 128-bit lane i is `combine` over the four of vector i
+template <typename F>
+inline __m512i quarters(__m512i a, __m512i b, __m512i c, __m512i d, const F &combine) {
+    const __m512i ab = combine(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xEE)), cd = combine(_mm512_shuffle_i64x2(c, d, 0x44), _mm512_shuffle_i64x2(c, d, 0xEE));
+    return combine(_mm512_shuffle_i64x2(ab, cd, 0x88), _mm512_shuffle_i64x2(ab, cd, 0xDD));
+}
+
+// `combine` over each 128-bit lane, the first lane's first
+template <typename F>
+inline __m128i of_quarters(__m512i v, const F &combine) {
+    v = combine(v, _mm512_shuffle_epi32(v, _MM_PERM_BADC));
+    v = combine(v, _mm512_shuffle_epi32(v, _MM_PERM_CDAB));
+    return _mm512_castsi512_si128(_mm512_permutexvar_epi32(_mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0), v));
+}
+
+inline void largest_bits_of_four(const float *x, uint32_t *bits) {
+    const auto larger = [](__m512i a, __m512i b) { return _mm512_max_epu32(a, b); };
+    __m512i most[4];
+    for (int i = 0; i < 4; ++i) {
+        const auto magnitudes = [&](const float *p) { return _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(0x7FFFFFFF)); };
+        most[i] = larger(magnitudes(x + i * kSegment), magnitudes(x + i * kSegment + kLanes));
+    }
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(bits), of_quarters(quarters(most[0], most[1], most[2], most[3], larger), larger));
+}
+
+template <int L>
+inline void round_four(const float *x, const float *inverse, int8_t *high, int8_t *low, CodeSums *sums) {
+    if (L == 2 || inverse[0] == 0 || inverse[1] == 0 || inverse[2] == 0 || inverse[3] == 0) {
+        for (int64_t i = 0; i < 4; ++i) sums[i] = round_segment<L>(x + i * kSegment, kSegment, inverse[i], high + i * kSegment, L == 2 ? low + i * kSegment : nullptr);
+        return;
+    }
+    const auto add = [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); };
+    __m512i sum[2];
+    for (int i = 0; i < 2; ++i, x += 2 * kSegment) {
+        const __m512 by = _mm512_set1_ps(inverse[2 * i]), next_by = _mm512_set1_ps(inverse[2 * i + 1]);
+        const auto codes = [&](int64_t at, __m512 factor) { return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + at), factor)); };
+        const __m512i halves = _mm512_packs_epi32(codes(0, by), codes(kLanes, by)), next_halves = _mm512_packs_epi32(codes(kSegment, next_by), codes(kSegment + kLanes, next_by));
+        const __m512i bytes = _mm512_permutexvar_epi32(_mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0), _mm512_packs_epi16(halves, next_halves));
+        _mm512_storeu_si512(high + i * 2 * kSegment, bytes);
+        sum[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), bytes);
+    }
+    const __m512i quarter = add(_mm512_shuffle_i64x2(sum[0], sum[1], 0x88), _mm512_shuffle_i64x2(sum[0], sum[1], 0xDD));
+    const __m128i all = of_quarters(quarter, add);
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(sums), _mm_unpacklo_epi32(all, all));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(sums + 2), _mm_unpackhi_epi32(all, all));
+}
+
 }  // namespace
 }  // namespace qforge
 

@@ -1,5 +1,6 @@
 // Products with activations rounded by segments (blockwise.h), written once for the instruction sets of x86. The file that includes this gives
 //   largest_bits(x, inputs): the bits of the largest magnitude; round_segment<bytes of a code>(x, inputs, inverse, high bytes, low bytes) -> CodeSums;
+//   largest_bits_of_four(x, bits) and round_four<bytes of a code>(x, inverses, high bytes, low bytes, sums): the same for four whole segments, one after the other;
 //   V: 16 columns side by side (sums_x86.inl), V::Floats; V::kCodeRows<F, bytes of a code>: code rows that its registers hold.
 #include <immintrin.h>
 
@@ -16,46 +17,57 @@ namespace {
 
 constexpr int64_t kAtOnce = 64;  // segments: what one of them waits for (its largest magnitude, a division) is found for many before the next step, 31 -> 14 cycles a segment
 
-// The segments of a row, one after the other
-struct Segments {
-    const Weight &w;
-    int64_t first = 0, block_left = w.block_k;  // its first input; inputs of its block from there on
-
-    int64_t length() const { return std::min(kSegment, block_left); }
-    bool last_of_block() const { return block_left <= kSegment; }
-    void next() {
-        first += length();
-        block_left = last_of_block() ? w.block_k : block_left - kSegment;
-    }
+struct Segment {
+    int64_t first, inputs;
 };
+
+inline Segment segment(const Weight &w, int64_t i) {
+    const int64_t n = segments_of_block(w), within = i % n * kSegment;
+    return {i / n * w.block_k + within, std::min(kSegment, w.block_k - within)};
+}
 
 template <int L>
 void round_row(const Weight &w, const float *x, int8_t *high, int8_t *low, float *scales, float *sums, int32_t *offsets) {
     constexpr uint32_t kInfinity = 0x7F800000;  // NaNs' bits are larger
     constexpr float most = L == 2 ? 32512.0f : 127.0f;
-    const int64_t count = w.blocks * segments_of_block(w);
-    Segments measured{w}, rounded{w};
+    const int64_t in_block = segments_of_block(w), count = w.blocks * in_block;
+    const bool whole = w.block_k % kSegment == 0;  // all of one length
     float sum = 0;
-    for (int64_t done = 0; done < count; done += kAtOnce) {
-        const int64_t here = std::min(kAtOnce, count - done);
+    for (int64_t done = 0, last = in_block - 1; done < count; done += kAtOnce) {
+        const int64_t here = std::min(kAtOnce, count - done), fours = whole ? here / 4 * 4 : 0;
         uint32_t bits[kAtOnce];
         float inverse[kAtOnce];
-        for (int64_t i = 0; i < here; ++i, measured.next()) bits[i] = largest_bits(x + measured.first, measured.length());
+        CodeSums codes[kAtOnce];
+        for (int64_t i = 0; i < fours; i += 4) largest_bits_of_four(x + (done + i) * kSegment, bits + i);
+        for (int64_t i = fours; i < here; ++i) {
+            const Segment s = segment(w, done + i);
+            bits[i] = largest_bits(x + s.first, s.inputs);
+        }
         for (int64_t i = 0; i < here; ++i) {
             const float m = __builtin_bit_cast(float, bits[i]);
             const bool finite = bits[i] < kInfinity, has_codes = finite && m >= 0x1p-100f;
             scales[done + i] = has_codes ? m / most : finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
             inverse[i] = has_codes ? most / m : 0.0f;
         }
-        for (int64_t i = 0; i < here; ++i, rounded.next()) {
-            const CodeSums codes = round_segment<L>(x + rounded.first, rounded.length(), inverse[i], high + rounded.first, L == 2 ? low + rounded.first : nullptr);
-            *offsets++ = -w.zero * codes.high;
-            if (L == 2) *offsets++ = -w.zero * (codes.all - 256 * codes.high);
-            if (w.zero >= 0) continue;
-            sum = __builtin_fmaf(scales[done + i], static_cast<float>(codes.all), sum);
-            if (!rounded.last_of_block()) continue;
+        for (int64_t i = 0; i < fours; i += 4) {
+            const int64_t first = (done + i) * kSegment;
+            round_four<L>(x + first, inverse + i, high + first, L == 2 ? low + first : nullptr, codes + i);
+        }
+        for (int64_t i = fours; i < here; ++i) {
+            const Segment s = segment(w, done + i);
+            codes[i] = round_segment<L>(x + s.first, s.inputs, inverse[i], high + s.first, L == 2 ? low + s.first : nullptr);
+        }
+        for (int64_t i = 0; i < here; ++i) {
+            *offsets++ = -w.zero * codes[i].high;
+            if (L == 2) *offsets++ = -w.zero * (codes[i].all - 256 * codes[i].high);
+        }
+        if (w.zero >= 0) continue;
+        for (int64_t i = 0; i < here; ++i) {
+            sum = __builtin_fmaf(scales[done + i], static_cast<float>(codes[i].all), sum);
+            if (done + i != last) continue;
             *sums++ = sum;
             sum = 0;
+            last += in_block;
         }
     }
 }

@@ -329,9 +329,14 @@ inline void mix_columns(const Attention &a, const AttentionPiece &p, const float
 #pragma GCC unroll 4
     for (int m = 0; m < N; ++m, i += 16)
         for (int r = 0; r < R; ++r) {
-            float v[kLanes];
-            Lanes::mul(total[m][r], Lanes::set(factor[r])).store(v);
-            for (int64_t j = 0; j < 16 && i + j < d; ++j) out[r][i + j] = v[j];
+            const Lanes v = Lanes::mul(total[m][r], Lanes::set(factor[r]));
+            if (i + kLanes <= d) {
+                v.store(out[r] + i);
+                continue;
+            }
+            float last[kLanes];
+            v.store(last);
+            for (int64_t j = 0; i + j < d; ++j) out[r][i + j] = last[j];
         }
 }
 

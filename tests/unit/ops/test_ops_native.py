@@ -103,7 +103,7 @@ def test_sums_of_the_largest_codes_are_exact(isa: str, rows: int) -> None:
     assert (kernel.run(torch.full((rows, 65536), -127.5), kernel.prepack(q)) == -128 * 255 * 65536).all()
 
 
-UNITS = QuantizedLinear(parse("int8-channel-asym"), torch.eye(96, dtype=torch.uint8), torch.ones(96, 1), torch.zeros(96, 1, dtype=torch.uint8))
+UNITS = QuantizedLinear(parse("int8-g32-asym"), torch.eye(224, dtype=torch.uint8), torch.ones(224, 7), torch.zeros(224, 7, dtype=torch.uint8))  # segments are rounded by fours: four and three
 
 
 def _rounded(x: torch.Tensor, most: float) -> torch.Tensor:
@@ -117,7 +117,7 @@ def _rounded(x: torch.Tensor, most: float) -> torch.Tensor:
 @pytest.mark.parametrize(("bits", "most"), [(8, 127.0), (16, 32512.0)])
 def test_activations_are_rounded_by_segments_of_32_inputs(isa: str, bits: int, most: float) -> None:
     """The identity as weights gives back what inputs were rounded to, but for ties that fp32 sees and fp64 does not (or the other way round)."""
-    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)) * 10 ** (3 * torch.randn(64, 1, generator=torch.Generator().manual_seed(1)))
+    x = torch.randn(64, 224, generator=torch.Generator().manual_seed(0)) * 10 ** (3 * torch.randn(64, 1, generator=torch.Generator().manual_seed(1)))
     x[3], x[4], x[5, 33:], x[6] = 0, 1e-44, 0, 3e38
     kernel = NativeRounded(bits, 2, isa)
     wanted = _rounded(x, most)
@@ -130,9 +130,10 @@ def test_activations_are_rounded_by_segments_of_32_inputs(isa: str, bits: int, m
 @pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_infinities_in_a_segment_give_nan_in_its_row_alone(isa: str, bits: int, bad: float) -> None:
-    x = torch.ones(12, 96)
-    x[7, 40] = bad
+@pytest.mark.parametrize("place", [40, 127, 128, 223])
+def test_infinities_in_a_segment_give_nan_in_its_row_alone(isa: str, bits: int, bad: float, place: int) -> None:
+    x = torch.ones(12, 224)
+    x[7, place] = bad
     kernel = NativeRounded(bits, 2, isa)
     y = kernel.run(x, kernel.prepack(UNITS))
     assert y[7].isnan().all()

@@ -15,7 +15,7 @@ namespace {
 
 // ---- rounding ----
 
-constexpr int64_t kAtOnce = 64;  // segments: what one of them waits for (its largest magnitude, a division) is found for many before the next step, 31 -> 14 cycles a segment
+constexpr int64_t kAtOnce = 64;  // segments: what one of them waits for (its largest magnitude, a division) is found for many before the next step
 
 struct Segment {
     int64_t first, inputs;

@@ -103,7 +103,8 @@ def test_sums_of_the_largest_codes_are_exact(isa: str, rows: int) -> None:
     assert (kernel.run(torch.full((rows, 65536), -127.5), kernel.prepack(q)) == -128 * 255 * 65536).all()
 
 
-UNITS = QuantizedLinear(parse("int8-g32-asym"), torch.eye(224, dtype=torch.uint8), torch.ones(224, 7), torch.zeros(224, 7, dtype=torch.uint8))  # segments are rounded by fours: four and three
+# Segments are rounded by fours: four of them and three
+UNITS = QuantizedLinear(parse("int8-g32-asym"), torch.eye(224, dtype=torch.uint8), torch.ones(224, 7), torch.zeros(224, 7, dtype=torch.uint8))
 
 
 def _rounded(x: torch.Tensor, most: float) -> torch.Tensor:

@@ -5,49 +5,38 @@
 namespace qforge {
 namespace {
 
-inline __m256i add_pairs(__m256i sum, __m256i w, __m256i x) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x)); }
-
 struct V : V256 {
-    struct Halves {  // of bytes: lower and upper 4 bits; or the sums of their products
-        Bytes lower, upper;
-    };
+    using Sums = Bytes;  // pairs of bytes
     template <Format F>
-    using Weights = std::conditional_t<F == Format::INT8, Halves, Bytes>;
-    template <Format F>
-    using Sums = Weights<F>;
+    static constexpr int kParts = F == Format::INT8 ? 2 : 1;  // the lower 4 bits, and the upper ones
 
+    // 12 sums
     template <Format F, int L>
-    static constexpr int kCodeRows = F == Format::INT8 ? 2 : 6;
+    static constexpr int kCodeRows = F == Format::INT4 ? 6 : L == 2 ? 2 : 3;
 
     template <Format F>
-    static Weights<F> unpack(const uint8_t *chunk, int half) {
-        if constexpr (F == Format::INT4) return nibbles(load_bytes(chunk), half);
-        else {
-            const Bytes b = load_bytes(chunk + 64 * half);
-            return {nibbles(b, false), nibbles(b, true)};
+    static Weights unpack(const uint8_t *chunk, int half, int part) { return F == Format::INT4 ? nibbles(load_bytes(chunk), half) : nibbles(load_bytes(chunk + 64 * half), part); }
+    static constexpr bool kFirst = true;  // 16 bits do not hold an offset, too: `whole` adds it
+    static Sums start(int32_t) { return nothing<Sums>(); }
+    // Compilers order these for the shortest wait, for which 16 registers are too few beside 12 sums: 31 multiplications of bytes a cycle (Zen 4) written out, 26 else
+    template <bool First>
+    static void add_products(Sums &sum, const Weights &w, Inputs x) {
+        const auto &four = *reinterpret_cast<const int8_t(*)[4]>(x);
+        if constexpr (First) {
+            asm("vpbroadcastd %[x], %[lo]\n\tvpmaddubsw %[lo], %[wh], %[hi]\n\tvpmaddubsw %[lo], %[wl], %[lo]" : [lo] "=&x"(sum.lo), [hi] "=&x"(sum.hi) : [wl] "x"(w.lo), [wh] "x"(w.hi), [x] "m"(four));
+            return;
         }
+        __m256i a, b;
+        asm("vpbroadcastd %[x], %[a]\n\tvpmaddubsw %[a], %[wl], %[b]\n\tvpmaddubsw %[a], %[wh], %[a]\n\tvpaddw %[b], %[sl], %[sl]\n\tvpaddw %[a], %[sh], %[sh]"
+            : [sl] "+x"(sum.lo), [sh] "+x"(sum.hi), [a] "=&x"(a), [b] "=&x"(b)
+            : [wl] "x"(w.lo), [wh] "x"(w.hi), [x] "m"(four));
     }
-    template <Format F>
-    static Sums<F> start(int32_t) {  // 16 bits do not hold an offset, too: `whole` adds it
-        if constexpr (F == Format::INT4) return nothing<Bytes>();
-        else return {nothing<Bytes>(), nothing<Bytes>()};
-    }
-    static void add(Bytes &sum, const Bytes &w, Inputs x) { sum = {add_pairs(sum.lo, w.lo, x), add_pairs(sum.hi, w.hi, x)}; }
-    template <Format F>
-    static void add_products(Sums<F> &sum, const Weights<F> &w, Inputs x) {
-        if constexpr (F == Format::INT4) add(sum, w, x);
-        else {
-            add(sum.lower, w.lower, x);
-            add(sum.upper, w.upper, x);
-        }
-    }
-    static Words times(const Bytes &pairs, short factor) { return {_mm256_madd_epi16(pairs.lo, _mm256_set1_epi16(factor)), _mm256_madd_epi16(pairs.hi, _mm256_set1_epi16(factor))}; }
+    static Words times(const Sums &pairs, short factor) { return {_mm256_madd_epi16(pairs.lo, _mm256_set1_epi16(factor)), _mm256_madd_epi16(pairs.hi, _mm256_set1_epi16(factor))}; }
     static Words add(const Words &a, const Words &b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
     template <Format F>
-    static Words whole(const Sums<F> &sum, int32_t offset) {
-        const Words from{_mm256_set1_epi32(offset), _mm256_set1_epi32(offset)};
-        if constexpr (F == Format::INT4) return add(from, times(sum, 1));
-        else return add(from, add(times(sum.lower, 1), times(sum.upper, 16)));
+    static Words whole(const Sums *sum, int32_t offset) {
+        const Words from{_mm256_set1_epi32(offset), _mm256_set1_epi32(offset)}, lower = add(from, times(sum[0], 1));
+        return kParts<F> == 1 ? lower : add(lower, times(sum[1], 16));
     }
 };
 

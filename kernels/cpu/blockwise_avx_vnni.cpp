@@ -5,22 +5,25 @@ namespace qforge {
 namespace {
 
 struct V : V256 {
-    template <Format F>
-    using Weights = Bytes;
-    template <Format F>
     using Sums = Words;
-
+    template <Format F>
+    static constexpr int kParts = 1;
+    static constexpr bool kFirst = false;
     template <Format F, int L>
     static constexpr int kCodeRows = 6;
 
     template <Format F>
-    static Weights<F> unpack(const uint8_t *chunk, int half) { return F == Format::INT8 ? load_bytes(chunk + 64 * half) : nibbles(load_bytes(chunk), half); }
+    static Weights unpack(const uint8_t *chunk, int half, int) { return F == Format::INT8 ? load_bytes(chunk + 64 * half) : nibbles(load_bytes(chunk), half); }
+    static Sums start(int32_t offset) { return {_mm256_set1_epi32(offset), _mm256_set1_epi32(offset)}; }
+    template <bool>
+    static void add_products(Sums &sum, const Weights &w, Inputs x) {
+        int bytes;
+        __builtin_memcpy(&bytes, x, 4);
+        const __m256i four = _mm256_set1_epi32(bytes);
+        sum = {_mm256_dpbusd_avx_epi32(sum.lo, w.lo, four), _mm256_dpbusd_avx_epi32(sum.hi, w.hi, four)};
+    }
     template <Format F>
-    static Sums<F> start(int32_t offset) { return {_mm256_set1_epi32(offset), _mm256_set1_epi32(offset)}; }
-    template <Format F>
-    static void add_products(Sums<F> &sum, const Weights<F> &w, Inputs x) { sum = {_mm256_dpbusd_avx_epi32(sum.lo, w.lo, x), _mm256_dpbusd_avx_epi32(sum.hi, w.hi, x)}; }
-    template <Format F>
-    static Words whole(const Sums<F> &sum, int32_t) { return sum; }
+    static Words whole(const Sums *sum, int32_t) { return *sum; }
 };
 
 }  // namespace

@@ -87,17 +87,18 @@ void round_rows(const Weight &w, const float *x, int64_t x_stride, const Rounded
 
 // ---- product ----
 
-// part = fma(scale of the row's segment, sum, part) for R rows x T tiles
-template <Format F, int L, bool Z, int R, int T>
-inline __attribute__((always_inline)) void add_segment(V::Floats (&part)[R][T], const V::Sums<F> (&sum)[R * L][T], const float *scales, const int32_t *offsets, int64_t stride) {
+// part = fma(scale of the row's segment, sum, part) for R rows x T tiles; of a block's first segment without the addition
+template <Format F, int L, bool Z, bool First, int R, int T>
+inline __attribute__((always_inline)) void add_segment(V::Floats (&part)[R][T], const V::Sums (&sum)[R * L][kSums<F, T>], const float *scales, const int32_t *offsets, int64_t stride) {
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
         const float scale = scales[r * stride];
         const int32_t *offset = offsets + r * stride * L;
         for (int t = 0; t < T; ++t) {
-            auto whole = V::whole<F>(sum[r * L][t], Z ? offset[0] : 0);
-            if constexpr (L == 2) whole = V::join(whole, V::whole<F>(sum[r * L + 1][t], Z ? offset[1] : 0));
-            part[r][t] = V::fma(V::spread(scale), V::to_floats(whole), part[r][t]);
+            auto whole = V::whole<F>(&sum[r * L][t * V::kParts<F>], Z ? offset[0] : 0);
+            if constexpr (L == 2) whole = V::join(whole, V::whole<F>(&sum[r * L + 1][t * V::kParts<F>], Z ? offset[1] : 0));
+            const V::Floats by = V::spread(scale), value = V::to_floats(whole);
+            part[r][t] = First ? V::multiply(by, value) : V::fma(by, value, part[r][t]);
         }
     }
 }
@@ -132,20 +133,20 @@ struct Product {
             scales_ahead.fetch();
             p.cache->fetch(R * T * kTile * w.block_k);
             V::Floats part[R][T];
-#pragma GCC unroll 6
-            for (int r = 0; r < R; ++r)
-                for (int t = 0; t < T; ++t) part[r][t] = V::spread(0);
             for (int64_t left = w.block_k; left > 0; left -= kSegment, ++scale, offset += L) {
-                V::Sums<F> sum[R * L][T];
-                start_sums<F, L, Z>(sum, offset, stride * L);
+                V::put_away(total);
+                if (left < w.block_k) V::put_away(part);
+                V::Sums sum[R * L][kSums<F, T>];
+                start_sums<F, L, Z, R * L, T>(sum, offset, stride * L);
                 if (left >= kSegment) {  // apart, so that its loop has no end to look for
-                    add_chunks<F>(sum, chunk, x, inputs, kSegment / 8);
+                    add_chunks<F, R * L, T>(sum, chunk, x, inputs, kSegment / 8);
                     x += kSegment;
                 } else {
-                    add_chunks<F>(sum, chunk, x, inputs, left / 8);
+                    add_chunks<F, R * L, T>(sum, chunk, x, inputs, left / 8);
                     x += left;
                 }
-                add_segment<F, L, Z>(part, sum, scale, offset, stride);
+                if (left == w.block_k) add_segment<F, L, Z, true, R, T>(part, sum, scale, offset, stride);
+                else add_segment<F, L, Z, false, R, T>(part, sum, scale, offset, stride);
             }
             for (int t = 0; t < T; ++t) {
                 const int64_t at = ((tile + t) * w.blocks + b) * kTile;

@@ -79,14 +79,14 @@ struct Product {
             for (int r = 0; r < R; ++r) total[r][t] = V::spread(0);
         }
         for (int64_t b = 0; b < w.blocks; ++code_sum) {
-            V::Sums<F> sum[R][T];
+            V::Sums sum[R][T];
 #pragma GCC unroll 6
             for (int r = 0; r < R; ++r)
                 for (int t = 0; t < T; ++t) sum[r][t] = start_of(w, w.zeros + ((tile + t) * w.blocks + b) * kTile, code_sum[r * runs]);
             for (const int64_t end = b + w.run; b < end; ++b, x += w.block_k) {
                 codes_ahead.fetch();
                 p.cache->fetch(R * T * kTile * w.block_k);
-                add_chunks<F>(sum, chunk, x, inputs, w.block_k / 8);
+                add_chunks<F, R, T>(sum, chunk, x, inputs, w.block_k / 8);
             }
             for (int t = 0; t < T; ++t) {
                 const V::Floats scale = V::load(w.scales + ((tile + t) * w.blocks + b - 1) * kTile);

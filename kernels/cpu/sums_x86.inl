@@ -1,6 +1,7 @@
 // Sums of products of activations' codes and weights' codes over a stretch of inputs, and the walk over rows and tiles with weights that are brought meanwhile: written once for the instruction sets of x86.
 // The file that includes this gives
-//   V: 16 columns side by side; V::Weights<F> 4 inputs of them, V::Sums<F> their sums of products, from an offset on (V::whole: as 32-bit integers); V::tiles(code rows): what registers hold.
+//   V: 16 columns side by side; V::Weights 4 inputs of them, or one of V::kParts<F> parts of their codes; V::Sums sums of their products, from an offset on (V::whole: all parts' as 32-bit integers);
+//   V::tiles(code rows): what registers hold; V::kChunks: chunks that are written out one after the other; V::kFirst: whether sums begin as products, not from an offset.
 // A code row is one byte of each code of a row: 16-bit codes make two. Z: all zero points of the weight are one number, whose products with codes are the offsets that sums start with.
 #include <algorithm>
 
@@ -9,29 +10,46 @@
 namespace qforge {
 namespace {
 
+template <Format F, int T>
+constexpr int kSums = T * V::kParts<F>;  // of a code row and T tiles
+
 // sums of C code rows x T tiles = their offsets: of code row c, offsets[c / L * stride + c % L]
 template <Format F, int L, bool Z, int C, int T>
-inline __attribute__((always_inline)) void start_sums(V::Sums<F> (&sum)[C][T], const int32_t *offsets, int64_t stride) {
+inline __attribute__((always_inline)) void start_sums(V::Sums (&sum)[C][kSums<F, T>], const int32_t *offsets, int64_t stride) {
 #pragma GCC unroll 6
     for (int c = 0; c < C; ++c)
-        for (int t = 0; t < T; ++t) sum[c][t] = V::start<F>(Z ? offsets[c / L * stride + c % L] : 0);
+        for (auto &s : sum[c]) s = V::start(Z ? offsets[c / L * stride + c % L] : 0);
 }
 
-// sums += products over the next `chunks` chunks of 8 inputs; code row c has its codes at x + c * stride
-template <Format F, int C, int T>
-inline __attribute__((always_inline)) void add_chunks(V::Sums<F> (&sum)[C][T], const uint8_t *(&chunk)[T], const int8_t *x, int64_t stride, int64_t chunks) {
-#pragma GCC unroll 4
-    for (int64_t i = 0; i < chunks; ++i) {
+// sums += products over 4 inputs, one half of a chunk; First: sums = those products
+template <Format F, bool First, int C, int T>
+inline __attribute__((always_inline)) void add_half(V::Sums (&sum)[C][kSums<F, T>], const uint8_t *const (&chunk)[T], int64_t chunks, const int8_t *const (&row)[C], int half) {
 #pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half) {
-            V::Weights<F> w[T];
-            for (int t = 0; t < T; ++t) w[t] = V::unpack<F>(chunk[t] + i * chunk_bytes(F), half);
+    for (int part = 0; part < V::kParts<F>; ++part) {
+        V::Weights w[T];
+        for (int t = 0; t < T; ++t) w[t] = V::unpack<F>(chunk[t] + chunks * chunk_bytes(F), half, part);
 #pragma GCC unroll 6
-            for (int c = 0; c < C; ++c) {
-                const V::Inputs four = V::broadcast(x + c * stride + 8 * i + 4 * half);
-                for (int t = 0; t < T; ++t) V::add_products<F>(sum[c][t], w[t], four);
-            }
+        for (int c = 0; c < C; ++c) {
+            const V::Inputs four = V::inputs(row[c] + 8 * chunks + 4 * half);
+            for (int t = 0; t < T; ++t) V::add_products<First>(sum[c][t * V::kParts<F> + part], w[t], four);
         }
+    }
+}
+
+// sums += products over the next `chunks` chunks of 8 inputs; code row c has its codes at x + c * stride. Where V::kFirst, sums = those products
+template <Format F, int C, int T>
+inline __attribute__((always_inline)) void add_chunks(V::Sums (&sum)[C][kSums<F, T>], const uint8_t *(&chunk)[T], const int8_t *x, int64_t stride, int64_t chunks) {
+    const int8_t *row[C];
+#pragma GCC unroll 6
+    for (int c = 0; c < C; ++c) row[c] = V::pointer(x + c * stride);
+    if constexpr (V::kFirst) {
+        add_half<F, true, C, T>(sum, chunk, 0, row, 0);
+        add_half<F, false, C, T>(sum, chunk, 0, row, 1);
+    }
+#pragma GCC unroll V::kChunks
+    for (int64_t i = V::kFirst; i < chunks; ++i) {
+        add_half<F, false, C, T>(sum, chunk, i, row, 0);
+        add_half<F, false, C, T>(sum, chunk, i, row, 1);
     }
     for (int t = 0; t < T; ++t) chunk[t] += chunks * chunk_bytes(F);
 }

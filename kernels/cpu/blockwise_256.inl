@@ -85,7 +85,6 @@ struct V256 {
         const __m256i mask = _mm256_set1_epi8(15);
         return {_mm256_and_si256(upper ? _mm256_srli_epi16(b.lo, 4) : b.lo, mask), _mm256_and_si256(upper ? _mm256_srli_epi16(b.hi, 4) : b.hi, mask)};
     }
-    static constexpr int kChunks = 1;
     // A pointer of its own for each row, in the place of sums that are made anew for every load
     static const int8_t *pointer(const int8_t *x) {
         asm("" : "+r"(x));

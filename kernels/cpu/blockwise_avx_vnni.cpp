@@ -16,11 +16,11 @@ struct V : V256 {
     static Weights unpack(const uint8_t *chunk, int half, int) { return F == Format::INT8 ? load_bytes(chunk + 64 * half) : nibbles(load_bytes(chunk), half); }
     static Sums start(int32_t offset) { return {_mm256_set1_epi32(offset), _mm256_set1_epi32(offset)}; }
     template <bool>
-    static void add_products(Sums &sum, const Weights &w, Inputs x) {
-        int bytes;
-        __builtin_memcpy(&bytes, x, 4);
-        const __m256i four = _mm256_set1_epi32(bytes);
-        sum = {_mm256_dpbusd_avx_epi32(sum.lo, w.lo, four), _mm256_dpbusd_avx_epi32(sum.hi, w.hi, four)};
+    static void add_products(Sums &sum, const Weights &w, Inputs x) {  // written out for the reason that blockwise_avx2.cpp gives
+        __m256i a;
+        asm("vpbroadcastd %[x], %[a]\n\t%{vex%} vpdpbusd %[a], %[wl], %[sl]\n\t%{vex%} vpdpbusd %[a], %[wh], %[sh]"
+            : [sl] "+x"(sum.lo), [sh] "+x"(sum.hi), [a] "=&x"(a)
+            : [wl] "x"(w.lo), [wh] "x"(w.hi), [x] "m"(*reinterpret_cast<const int8_t(*)[4]>(x)));
     }
     template <Format F>
     static Words whole(const Sums *sum, int32_t) { return *sum; }

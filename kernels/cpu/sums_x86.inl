@@ -1,7 +1,7 @@
 // Sums of products of activations' codes and weights' codes over a stretch of inputs, and the walk over rows and tiles with weights that are brought meanwhile: written once for the instruction sets of x86.
 // The file that includes this gives
 //   V: 16 columns side by side; V::Weights 4 inputs of them, or one of V::kParts<F> parts of their codes; V::Sums sums of their products, from an offset on (V::whole: all parts' as 32-bit integers);
-//   V::tiles(code rows): what registers hold; V::kChunks: chunks that are written out one after the other; V::kFirst: whether sums begin as products, not from an offset.
+//   V::tiles(code rows): what registers hold; V::kFirst: whether sums begin as products, not from an offset.
 // A code row is one byte of each code of a row: 16-bit codes make two. Z: all zero points of the weight are one number, whose products with codes are the offsets that sums start with.
 #include <algorithm>
 
@@ -46,7 +46,7 @@ inline __attribute__((always_inline)) void add_chunks(V::Sums (&sum)[C][kSums<F,
         add_half<F, true, C, T>(sum, chunk, 0, row, 0);
         add_half<F, false, C, T>(sum, chunk, 0, row, 1);
     }
-#pragma GCC unroll V::kChunks
+#pragma GCC unroll 4
     for (int64_t i = V::kFirst; i < chunks; ++i) {
         add_half<F, false, C, T>(sum, chunk, i, row, 0);
         add_half<F, false, C, T>(sum, chunk, i, row, 1);

@@ -124,6 +124,31 @@ NB_MODULE(_native, m) {
         nb::arg("cache"), nb::arg("qkv"), nb::arg("out"), nb::arg("heads"), nb::arg("window"), nb::arg("scale"), nb::arg("q_norm"), nb::arg("k_norm"), nb::arg("norm_eps"),
         nb::arg("cosines"), nb::arg("sines"), nb::arg("positions"), nb::arg("slots"), nb::arg("block_tables"), nb::arg("table_stride"), nb::arg("tokens"),
         nb::arg("query_starts"), nb::arg("sequences"), nb::call_guard<nb::gil_scoped_release>());
+    context.def(
+        "bring",
+        [](Context &self, const Cache &cache, int64_t heads, int64_t window, uintptr_t positions, uintptr_t block_tables, int64_t table_stride, uintptr_t query_starts, int64_t sequences) {
+            Attention a{};
+            a.cache = cache;
+            a.heads = heads;
+            a.window = window;
+            a.positions = pointer<const int64_t>(positions);
+            a.block_tables = pointer<const int32_t>(block_tables);
+            a.table_stride = table_stride;
+            self.bring(a, pointer<const int32_t>(query_starts), sequences, 1);
+        },
+        nb::arg("cache"), nb::arg("heads"), nb::arg("window"), nb::arg("positions"), nb::arg("block_tables"), nb::arg("table_stride"), nb::arg("query_starts"), nb::arg("sequences"));
+    context.def("bring_nothing", &Context::bring_nothing);
+    context.def(
+        "lines_ahead",
+        [](Context &self) {
+            std::vector<std::vector<uintptr_t>> lines(static_cast<size_t>(self.threads()));
+            for (int thread = 0; thread < self.threads(); ++thread) {
+                auto ahead = self.cache_ahead(thread);
+                while (const char *line = ahead.next()) lines[static_cast<size_t>(thread)].push_back(reinterpret_cast<uintptr_t>(line));
+            }
+            return lines;
+        },
+        "Addresses that each thread has yet to bring: fetching changes no result, so tests look at them.");
     bind_decoder(m);
     m.def("instruction_sets", &Context::instruction_sets, "The instruction sets that this CPU runs, fastest first.");
 }

@@ -55,10 +55,7 @@ inline void largest_bits_of_four(const float *x, uint32_t *bits) {
     for (int i = 0; i < 4; ++i) bits[i] = largest_bits(x + i * kSegment, kSegment);
 }
 
-template <int L>
-inline void round_four(const float *x, const float *inverse, int8_t *high, int8_t *low, CodeSums *sums) {
-    for (int64_t i = 0; i < 4; ++i) sums[i] = round_segment<L>(x + i * kSegment, kSegment, inverse[i], high + i * kSegment, L == 2 ? low + i * kSegment : nullptr);
-}
+inline bool round_four(const float *, const float *, int8_t *, CodeSums *) { return false; }
 
 struct Bytes {  // 4 inputs of 16 columns
     __m256i lo, hi;
@@ -91,7 +88,8 @@ struct V256 {
         return x;
     }
     static Inputs inputs(const int8_t *x) { return x; }
-    // Into memory, so that 16 registers are left to sums and what is added to them
+    static constexpr bool kAway = true;
+    // Parts and totals into memory, so that 16 registers are left to sums and what is added to them
     template <typename Array>
     static void put_away(Array &floats) { asm volatile("" : "+m"(floats)); }
     static Words join(const Words &high, const Words &low) {

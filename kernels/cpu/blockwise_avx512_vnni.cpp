@@ -53,12 +53,11 @@ inline void largest_bits_of_four(const float *x, uint32_t *bits) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(bits), of_quarters(quarters(most[0], most[1], most[2], most[3], larger), larger));
 }
 
-template <int L>
-inline void round_four(const float *x, const float *inverse, int8_t *high, int8_t *low, CodeSums *sums) {
-    if (L == 2 || inverse[0] == 0 || inverse[1] == 0 || inverse[2] == 0 || inverse[3] == 0) {
-        for (int64_t i = 0; i < 4; ++i) sums[i] = round_segment<L>(x + i * kSegment, kSegment, inverse[i], high + i * kSegment, L == 2 ? low + i * kSegment : nullptr);
-        return;
-    }
+static_assert(sizeof(CodeSums) == 8);  // two at once are stored below
+
+// Segments whose codes are all 0 are left to round_segment: they may have inputs that are no numbers
+inline bool round_four(const float *x, const float *inverse, int8_t *to, CodeSums *sums) {
+    if (inverse[0] == 0 || inverse[1] == 0 || inverse[2] == 0 || inverse[3] == 0) return false;
     const auto add = [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); };
     __m512i sum[2];
     for (int i = 0; i < 2; ++i, x += 2 * kSegment) {
@@ -66,13 +65,14 @@ inline void round_four(const float *x, const float *inverse, int8_t *high, int8_
         const auto codes = [&](int64_t at, __m512 factor) { return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + at), factor)); };
         const __m512i halves = _mm512_packs_epi32(codes(0, by), codes(kLanes, by)), next_halves = _mm512_packs_epi32(codes(kSegment, next_by), codes(kSegment + kLanes, next_by));
         const __m512i bytes = _mm512_permutexvar_epi32(_mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0), _mm512_packs_epi16(halves, next_halves));
-        _mm512_storeu_si512(high + i * 2 * kSegment, bytes);
+        _mm512_storeu_si512(to + i * 2 * kSegment, bytes);
         sum[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), bytes);
     }
     const __m512i quarter = add(_mm512_shuffle_i64x2(sum[0], sum[1], 0x88), _mm512_shuffle_i64x2(sum[0], sum[1], 0xDD));
     const __m128i all = of_quarters(quarter, add);
     _mm_storeu_si128(reinterpret_cast<__m128i *>(sums), _mm_unpacklo_epi32(all, all));
     _mm_storeu_si128(reinterpret_cast<__m128i *>(sums + 2), _mm_unpackhi_epi32(all, all));
+    return true;
 }
 
 }  // namespace

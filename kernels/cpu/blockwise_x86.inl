@@ -1,6 +1,6 @@
 // Products with activations rounded by segments (blockwise.h), written once for the instruction sets of x86. The file that includes this gives
 //   largest_bits(x, inputs): the bits of the largest magnitude; round_segment<bytes of a code>(x, inputs, inverse, high bytes, low bytes) -> CodeSums;
-//   largest_bits_of_four(x, bits) and round_four<bytes of a code>(x, inverses, high bytes, low bytes, sums): the same for four whole segments, one after the other;
+//   largest_bits_of_four(x, bits): the same for four whole segments, one after the other; round_four(x, inverses, bytes, sums): their codes of one byte, or false where it leaves them to round_segment;
 //   V: 16 columns side by side (sums_x86.inl), V::Floats; V::kCodeRows<F, bytes of a code>: code rows that its registers hold.
 #include <immintrin.h>
 
@@ -17,45 +17,49 @@ namespace {
 
 constexpr int64_t kAtOnce = 64;  // segments: what one of them waits for (its largest magnitude, a division) is found for many before the next step
 
-struct Segment {
-    int64_t first, inputs;
-};
+// The segments of a row, one after the other
+struct Segments {
+    int64_t block_k, first = 0, left = block_k;  // first: input of the next one; left: inputs of its block from there on
 
-inline Segment segment(const Weight &w, int64_t i) {
-    const int64_t n = segments_of_block(w), within = i % n * kSegment;
-    return {i / n * w.block_k + within, std::min(kSegment, w.block_k - within)};
-}
+    int64_t inputs() const { return std::min(kSegment, left); }
+    void next(int64_t inputs) {
+        first += inputs;
+        left -= inputs;
+        if (left == 0) left = block_k;
+    }
+};
 
 template <int L>
 void round_row(const Weight &w, const float *x, int8_t *high, int8_t *low, float *scales, float *sums, int32_t *offsets) {
     constexpr uint32_t kInfinity = 0x7F800000;  // NaNs' bits are larger
     constexpr float most = L == 2 ? 32512.0f : 127.0f;
     const int64_t in_block = segments_of_block(w), count = w.blocks * in_block;
-    const bool whole = w.block_k % kSegment == 0;  // all of one length
+    const bool whole = w.block_k % kSegment == 0;  // all of one length, as if the row were one block
+    Segments measured{whole ? w.inputs() : w.block_k}, rounded = measured;
     float sum = 0;
     for (int64_t done = 0, last = in_block - 1; done < count; done += kAtOnce) {
         const int64_t here = std::min(kAtOnce, count - done), fours = whole ? here / 4 * 4 : 0;
         uint32_t bits[kAtOnce];
         float inverse[kAtOnce];
         CodeSums codes[kAtOnce];
-        for (int64_t i = 0; i < fours; i += 4) largest_bits_of_four(x + (done + i) * kSegment, bits + i);
-        for (int64_t i = fours; i < here; ++i) {
-            const Segment s = segment(w, done + i);
-            bits[i] = largest_bits(x + s.first, s.inputs);
-        }
+        for (int64_t i = 0; i < fours; i += 4, measured.next(4 * kSegment)) largest_bits_of_four(x + measured.first, bits + i);
+        for (int64_t i = fours; i < here; ++i, measured.next(measured.inputs())) bits[i] = largest_bits(x + measured.first, measured.inputs());
         for (int64_t i = 0; i < here; ++i) {
             const float m = __builtin_bit_cast(float, bits[i]);
             const bool finite = bits[i] < kInfinity, has_codes = finite && m >= 0x1p-100f;
             scales[done + i] = has_codes ? m / most : finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
             inverse[i] = has_codes ? most / m : 0.0f;
         }
-        for (int64_t i = 0; i < fours; i += 4) {
-            const int64_t first = (done + i) * kSegment;
-            round_four<L>(x + first, inverse + i, high + first, L == 2 ? low + first : nullptr, codes + i);
-        }
-        for (int64_t i = fours; i < here; ++i) {
-            const Segment s = segment(w, done + i);
-            codes[i] = round_segment<L>(x + s.first, s.inputs, inverse[i], high + s.first, L == 2 ? low + s.first : nullptr);
+        for (int64_t i = 0; i < here;) {
+            const int64_t first = rounded.first;
+            if (L == 1 && i + 4 <= fours && round_four(x + first, inverse + i, high + first, codes + i)) {
+                rounded.next(4 * kSegment);
+                i += 4;
+            } else {
+                codes[i] = round_segment<L>(x + first, rounded.inputs(), inverse[i], high + first, L == 2 ? low + first : nullptr);
+                rounded.next(rounded.inputs());
+                ++i;
+            }
         }
         for (int64_t i = 0; i < here; ++i) {
             *offsets++ = -w.zero * codes[i].high;
@@ -87,7 +91,7 @@ void round_rows(const Weight &w, const float *x, int64_t x_stride, const Rounded
 
 // ---- product ----
 
-// part = fma(scale of the row's segment, sum, part) for R rows x T tiles; of a block's first segment without the addition
+// part = fma(scale of the row's segment, sum, part) for R rows x T tiles; First: part = scale * sum, as if part were 0
 template <Format F, int L, bool Z, bool First, int R, int T>
 inline __attribute__((always_inline)) void add_segment(V::Floats (&part)[R][T], const V::Sums (&sum)[R * L][kSums<F, T>], const float *scales, const int32_t *offsets, int64_t stride) {
 #pragma GCC unroll 6
@@ -133,6 +137,10 @@ struct Product {
             scales_ahead.fetch();
             p.cache->fetch(R * T * kTile * w.block_k);
             V::Floats part[R][T];
+            if constexpr (!V::kAway)
+#pragma GCC unroll 6
+                for (int r = 0; r < R; ++r)
+                    for (int t = 0; t < T; ++t) part[r][t] = V::spread(0);
             for (int64_t left = w.block_k; left > 0; left -= kSegment, ++scale, offset += L) {
                 V::put_away(total);
                 if (left < w.block_k) V::put_away(part);
@@ -145,7 +153,7 @@ struct Product {
                     add_chunks<F, R * L, T>(sum, chunk, x, inputs, left / 8);
                     x += left;
                 }
-                if (left == w.block_k) add_segment<F, L, Z, true, R, T>(part, sum, scale, offset, stride);
+                if (V::kAway && left == w.block_k) add_segment<F, L, Z, true, R, T>(part, sum, scale, offset, stride);
                 else add_segment<F, L, Z, false, R, T>(part, sum, scale, offset, stride);
             }
             for (int t = 0; t < T; ++t) {

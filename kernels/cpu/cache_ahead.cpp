@@ -9,10 +9,11 @@ struct Blocks {
     int64_t first, end;
 };
 
-// What a sequence's queries see
+// What a sequence's only query sees
 Blocks blocks_of(const Attention &a, int64_t query, int64_t query_end) {
+    if (query_end - query != 1) return {0, 0};
     const int64_t oldest = a.window ? a.positions[query] - a.window + 1 : 0;
-    return {std::max<int64_t>(oldest, 0) / a.cache.block_size, a.positions[query_end - 1] / a.cache.block_size + 1};
+    return {std::max<int64_t>(oldest, 0) / a.cache.block_size, a.positions[query] / a.cache.block_size + 1};
 }
 
 }  // namespace

@@ -39,6 +39,9 @@ Scratch aligned(int64_t bytes) {
     return memory;
 }
 
+// Positions of an attention piece
+int64_t queries_of_piece(const Attention &a) { return std::max<int64_t>(1, 8 * kQueryRows * a.cache.kv_heads / a.heads); }
+
 }  // namespace
 
 void Free::operator()(float *p) const { std::free(p); }
@@ -123,7 +126,7 @@ Context::Cut Context::cut_strips(const Weight &weight, int64_t rows, int64_t til
 // Makes rows where that is asked for, and rounds them while they are near.
 template <typename F>
 void Context::round_rows(int64_t rows, const Weight &weight, const Rows &before, const F &round) {
-    split_rows(rows, 1 + (before ? 2048 : 8192) / weight.inputs(), [&](int64_t first, int64_t end) {
+    split_rows(rows, worth_handing_over((before ? 4 : 1) * weight.inputs()), [&](int64_t first, int64_t end) {  // to make and to round is four times the work
         if (before) before(first, end);
         round(first, end);
     });
@@ -133,7 +136,7 @@ void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t
     const auto held = turn();
     if (weight.activations == Activations::BF16) return linear_bf16(weight, x, rows, x_stride, y, y_stride, before);
     if (weight.activations != Activations::F32) return linear_blockwise(weight, x, rows, x_stride, y, y_stride, before);
-    if (before) split_rows(rows, 1 + 8192 / weight.inputs(), before);
+    if (before) split_rows(rows, worth_handing_over(weight.inputs()), before);
     grow_scratch(scratch_floats(weight) * static_cast<int64_t>(sizeof(float)));
     split_product(weight, rows, cut_panels(weight, rows), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
         piece_({&weight, x, y, x_stride, y_stride, row, row_end, tile, tile_end}, scratch_[thread].get());
@@ -227,17 +230,12 @@ uint64_t Context::checksum(const uint64_t *words, int64_t count) {
 
 void Context::norm(const NormRows &n, int64_t rows) {
     const auto held = turn();
-    split_rows(rows, 1 + 16384 / n.width, rows_of(n));
-}
-
-void Context::residual(const ResidualRows &r, int64_t rows) {
-    const auto held = turn();
-    split_rows(rows, 1 + 8192 / r.width, rows_of(r));
+    split_rows(rows, worth_handing_over(n.width), rows_of(n));
 }
 
 void Context::gate(const GateRows &g, int64_t rows) {
     const auto held = turn();
-    split_rows(rows, 1 + 8192 / g.width, rows_of(g));
+    split_rows(rows, worth_handing_over(g.width), rows_of(g));
 }
 
 Context::Rows Context::rows_of(const NormRows &n) const {
@@ -252,37 +250,52 @@ Context::Rows Context::rows_of(const GateRows &g) const {
     return [this, g](int64_t first, int64_t end) { layers_->gate(g, first, end); };
 }
 
+// What one thread reads of a block lies together, so heads of a sequence are one task where there are tasks enough.
+int64_t Context::pieces_of_task(const Attention &a, int64_t sequences) const { return sequences >= 4 * threads() ? a.cache.kv_heads : 1; }
+
 void Context::bring(const Attention &a, const int32_t *query_starts, int64_t sequences, int64_t products) {
     const auto held = turn();
-    for (int64_t t = 0; t < threads(); ++t) cache_ahead_[static_cast<size_t>(t)] = {a, query_starts, sequences * t / threads(), sequences * (t + 1) / threads(), products / threads()};
+    const int64_t queries = queries_of_piece(a), together = pieces_of_task(a, sequences);
+    const auto pieces = [&](int64_t s) { return (query_starts[s + 1] - query_starts[s] + queries - 1) / queries * a.cache.kv_heads; };
+    int64_t count = 0;
+    for (int64_t s = 0; s < sequences; ++s) count += pieces(s);
+    const int64_t tasks = (count + together - 1) / together;
+    for (int64_t t = 0, sequence = 0, before = 0; t < threads(); ++t) {  // before: pieces of the sequences before that one
+        const int64_t first = sequence, end = tasks * (t + 1) / threads() * together;  // as Pool::run shares tasks
+        for (; sequence < sequences && before + pieces(sequence) <= end; ++sequence) before += pieces(sequence);
+        cache_ahead_[static_cast<size_t>(t)] = {a, query_starts, first, sequence, products / threads()};
+    }
+}
+
+void Context::bring_nothing() {
+    const auto held = turn();
+    std::fill(cache_ahead_.begin(), cache_ahead_.end(), CacheAhead());
 }
 
 void Context::attention(const Attention &a, int64_t tokens, const int32_t *query_starts, int64_t sequences) {
     const auto held = turn();
     bring_nothing();
-    split_rows(tokens, 1 + 8192 / a.row_stride(), [&](int64_t first, int64_t end) { layers_->rotate_and_store(a, first, end); });
+    split_rows(tokens, worth_handing_over(a.row_stride()), [&](int64_t first, int64_t end) { layers_->rotate_and_store(a, first, end); });
     for (int64_t s = 0; s < sequences; ++s) {
         const int64_t last = query_starts[s + 1] - 1;
         if (last > query_starts[s] || a.positions[last] % 16 == 0) layers_->clear_after(a, last);  // a tile that an earlier step began is clear already
     }
-    const int64_t group = a.heads / a.cache.kv_heads, step = std::max<int64_t>(1, 8 * kQueryRows / group);
-    std::vector<AttentionPiece> pieces;
     int64_t longest = 0;
-    for (int64_t s = 0; s < sequences; ++s) {
-        longest = std::max(longest, a.positions[query_starts[s + 1] - 1] + 1);
-        for (int64_t h = 0; h < a.cache.kv_heads; ++h)
-            for (int64_t q = query_starts[s]; q < query_starts[s + 1]; q += step) pieces.push_back({q, std::min<int64_t>(q + step, query_starts[s + 1]), s, h});
-    }
+    for (int64_t s = 0; s < sequences; ++s) longest = std::max(longest, a.positions[query_starts[s + 1] - 1] + 1);
     int64_t bytes = attention_scratch_floats(a, longest) * static_cast<int64_t>(sizeof(float));
     if (tiles_) bytes = std::max(bytes, tiles_->scratch_bytes(a, longest));
     grow_scratch(bytes);
-    // What one thread reads of a block lies together, so heads of a sequence are one task where there are tasks enough.
-    const size_t together = sequences >= 4 * threads() ? static_cast<size_t>(a.cache.kv_heads) : 1, count = pieces.size();
-    tasks(static_cast<int64_t>((count + together - 1) / together), [&](int64_t task, int thread) {
-        const size_t first = static_cast<size_t>(task) * together;
-        for (size_t i = first; i < std::min(first + together, count); ++i) {
-            const auto attend = tiles_ && tiles_->takes(a, pieces[i]) ? tiles_->attend : layers_->attend;
-            attend(a, pieces[i], scratch_[thread].get());
+    const int64_t queries = queries_of_piece(a);
+    std::vector<AttentionPiece> pieces;
+    for (int64_t s = 0; s < sequences; ++s)
+        for (int64_t h = 0; h < a.cache.kv_heads; ++h)
+            for (int64_t q = query_starts[s]; q < query_starts[s + 1]; q += queries) pieces.push_back({q, std::min<int64_t>(q + queries, query_starts[s + 1]), s, h});
+    const int64_t together = pieces_of_task(a, sequences), count = static_cast<int64_t>(pieces.size());
+    tasks((count + together - 1) / together, [&](int64_t task, int thread) {
+        for (int64_t at = task * together; at < std::min((task + 1) * together, count); ++at) {
+            const AttentionPiece &piece = pieces[static_cast<size_t>(at)];
+            const auto attend = tiles_ && tiles_->takes(a, piece) ? tiles_->attend : layers_->attend;
+            attend(a, piece, scratch_[thread].get());
         }
     });
 }

@@ -23,9 +23,13 @@ int64_t columns(const Product &product) {
     return sum;
 }
 
-int64_t multiplications(const Product &product) {  // of a row
+// Of a row: those of rounded activations, which bring the next keys and values
+int64_t multiplications(const Product &product) {
     int64_t sum = 0;
-    for (const Part &part : product) sum += part.weight.columns * part.weight.inputs();
+    for (const Part &part : product) {
+        const bool rounded = part.arithmetic == Arithmetic::INT8 || part.weight.activations == Activations::INT8 || part.weight.activations == Activations::INT16;
+        if (!part.elsewhere && rounded) sum += part.weight.columns * part.weight.inputs();
+    }
     return sum;
 }
 
@@ -99,16 +103,16 @@ void Decoder::product(const Product &product, const float *x, int64_t rows, floa
     const int64_t y_stride = columns(product);
     const Context::Rows nothing;
     const Part &first = product.front();
-    const bool with_first = !first.gather && !first.elsewhere;  // whether the first part computes its rows as it rounds them
-    if (before && !with_first) context_.rows(rows, 1 + 8192 / first.inputs, before);
+    const bool with_first = !first.gather && !first.elsewhere;  // whether the first part has its rows computed
+    if (before && !with_first) context_.rows(rows, worth_handing_over(first.inputs), before);
     for (const Part &part : product) {
         const float *from = x;
         const Context::Rows &missing = &part == &first && with_first ? before : nothing;
         if (part.gather) {
             const int64_t inputs = part.weight.inputs();
             from = gathered_.get();
-            context_.rows(rows, 1 + 8192 / inputs, [&](int64_t first, int64_t end) {
-                for (int64_t r = first; r < end; ++r)
+            context_.rows(rows, worth_handing_over(inputs), [&](int64_t row, int64_t end) {
+                for (int64_t r = row; r < end; ++r)
                     for (int64_t i = 0; i < inputs; ++i) gathered_[r * inputs + i] = part.gather[i] < part.inputs ? x[r * part.inputs + part.gather[i]] : 0.0f;
             });
         }
@@ -122,7 +126,7 @@ void Decoder::product(const Product &product, const float *x, int64_t rows, floa
     }
 }
 
-Attention Decoder::attention(const Layer &layer, const Step &step) const {
+Attention Decoder::attention_of(const Layer &layer, const Step &step) const {
     const RopeTables &rope = ropes_[static_cast<size_t>(layer.rope)];
     return {layer.cache, wide_.get(), narrow_.get(), layer.heads, layer.window, layer.scale, layer.q_norm, layer.k_norm, shape_.norm_eps,
             rope.cosines, rope.sines, step.positions, step.slots, step.block_tables, step.table_stride};
@@ -144,14 +148,14 @@ void Decoder::bring(const Layer &layer, const Layer &next, const Step &step) {
     if (step.rows <= kFewRows) return;
     int64_t products = 0;
     for (const Product *p : {&layer.output, &layer.gate_up, &layer.down, &next.qkv}) products += step.rows * multiplications(*p);
-    context_.bring(attention(next, step), step.query_starts, step.sequences, products);
+    if (products) context_.bring(attention_of(next, step), step.query_starts, step.sequences, products);
 }
 
 void Decoder::logits(const Step &step, float *logits) {
-    struct Turn {  // a product that runs elsewhere may throw
+    struct Turn {
         Context &context;
         std::unique_lock<std::recursive_mutex> held = context.turn();
-        ~Turn() { context.bring_nothing(); }
+        ~Turn() { context.bring_nothing(); }  // where a product that runs elsewhere has thrown, there was no attention that ended it
     } turn{context_};
     reserve(step.rows);
     int64_t rows = step.rows;
@@ -164,7 +168,7 @@ void Decoder::logits(const Step &step, float *logits) {
         const Layer &layer = layers_[i];
         const Layer *next = i + 1 < layers_.size() ? &layers_[i + 1] : nullptr;
         product(layer.qkv, next_.get(), rows, wide_.get(), before);
-        context_.attention(attention(layer, step), rows, step.query_starts, step.sequences);
+        context_.attention(attention_of(layer, step), rows, step.query_starts, step.sequences);
         if (next) bring(layer, *next, step);
         else rows = keep(step, layer.heads * layer.cache.head_dim);
         product(layer.output, narrow_.get(), rows, branch_.get());

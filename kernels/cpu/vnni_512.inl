@@ -64,6 +64,7 @@ struct V {
     static __m512i join(__m512i high, __m512i low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
     static Floats to_floats(__m512i sum) { return _mm512_cvtepi32_ps(sum); }
 
+    static constexpr bool kAway = false;  // registers hold parts and totals beside sums
     template <typename Array>
     static void put_away(Array &) {}
     static Floats spread(float v) { return _mm512_set1_ps(v); }

@@ -21,7 +21,7 @@ from qforge.runtime.scheduler import Scheduler
 from qforge.runtime.sequence import FinishReason, SamplingParams
 from qforge.runtime.step import build_step
 
-MODELS = ["llama", "llama-wide-heads", "gemma3", "mistral", "qwen2", "qwen3", "int4-g32-asym", "int8-channel-sym+int8-token", "shared table"]
+MODELS = ["llama", "llama-odd-widths", "llama-wide-heads", "gemma3", "mistral", "qwen2", "qwen3", "int4-g32-asym", "int8-channel-sym+int8-token", "shared table"]
 MODELS += ["int4-g32-asym as int8", "shared table as bf16"]  # as: with such activations
 GIVEN, NEW = prompts(6, 60, seed=5), 4
 BLOCKS = 40

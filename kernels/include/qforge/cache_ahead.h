@@ -7,7 +7,7 @@
 
 namespace qforge {
 
-// One thread's part: the blocks of some sequences, one line after the other
+// One thread's part: the blocks of some sequences that decode one token, one line after the other. Queries of a prompt read each key so often that they hardly wait.
 class alignas(64) CacheAhead {
   public:
     CacheAhead() = default;  // nothing
@@ -16,13 +16,19 @@ class alignas(64) CacheAhead {
 
     // So many multiplications are about to be done
     void fetch(int64_t products) {
-        for (due_ += products * rate_; due_ >= kLine && (next_ != end_ || next_block()); due_ -= kLine, next_ += 64) __builtin_prefetch(next_, 0, 2);
+        for (due_ += products * rate_; due_ >= kLine && (next_ != end_ || next_block()); due_ -= kLine) __builtin_prefetch(line(), 0, 2);
     }
+    // The next line, null after the last
+    const char *next() { return next_ != end_ || next_block() ? line() : nullptr; }
 
   private:
     static constexpr int64_t kLine = int64_t{1} << 24;
 
     bool next_block();  // false: there is none any more
+    const char *line() {
+        next_ += 64;
+        return next_ - 64;
+    }
 
     Attention a_{};
     const int32_t *query_starts_ = nullptr;

@@ -18,6 +18,9 @@
 
 namespace qforge {
 
+// Rows of so many numbers that are worth the hand-over to another thread
+inline int64_t worth_handing_over(int64_t width) { return 1 + 8192 / width; }
+
 struct Free {
     void operator()(float *p) const;
 };
@@ -35,17 +38,18 @@ class Context {
     void linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before = {});
     // The same with x rounded to int8 row by row (integer.h), for INT4 and INT8 weights; static_scale 0 lets each row have its own scale
     void linear_int8(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float static_scale, float *y, int64_t y_stride, const Rows &before = {});
-    void norm(const NormRows &norm, int64_t rows);
-    void residual(const ResidualRows &residual, int64_t rows);
+    void norm(const NormRows &norm, int64_t rows);  // alone, as tests look at them: a step has a product compute their rows
     void gate(const GateRows &gate, int64_t rows);
-    Rows rows_of(const NormRows &norm) const;  // of what these compute
+    Rows rows_of(const NormRows &norm) const;
     Rows rows_of(const ResidualRows &residual) const;
     Rows rows_of(const GateRows &gate) const;
     // Rotates, writes the cache, and attends for the T tokens of a step; query_starts [sequences + 1]
     void attention(const Attention &attention, int64_t tokens, const int32_t *query_starts, int64_t sequences);
-    // Until that attention, or bring_nothing(), products of integers bring the keys and values that it will read, each thread those of its own tasks; `products`: so many multiplications are to come.
+    // Until that attention, or bring_nothing(), products of integers (but AMX's and those that unpack panels) bring the keys and values that it will read, each thread those of the
+    // tasks that it begins with; `products`: so many of their multiplications are to come.
     void bring(const Attention &attention, const int32_t *query_starts, int64_t sequences, int64_t products);
-    void bring_nothing() { std::fill(cache_ahead_.begin(), cache_ahead_.end(), CacheAhead()); }
+    void bring_nothing();
+    CacheAhead cache_ahead(int thread) const { return cache_ahead_[static_cast<size_t>(thread)]; }
     // Calls run(first, end) for pieces of [0, rows) of at least `least` rows
     template <typename F>
     void rows(int64_t rows, int64_t least, const F &run) {
@@ -96,6 +100,7 @@ class Context {
             },
             &job);
     }
+    int64_t pieces_of_task(const Attention &attention, int64_t sequences) const;  // of attention
     template <typename F>
     void round_rows(int64_t rows, const Weight &weight, const Rows &before, const F &round);
     template <typename F>

@@ -75,7 +75,7 @@ class Decoder {
   private:
     void embed(const int64_t *tokens, int64_t rows);
     void product(const Product &product, const float *x, int64_t rows, float *y, const Context::Rows &before = {});
-    Attention attention(const Layer &layer, const Step &step) const;
+    Attention attention_of(const Layer &layer, const Step &step) const;
     int64_t keep(const Step &step, int64_t attended);  // how many rows that are
     void bring(const Layer &layer, const Layer &next, const Step &step);
     void reserve(int64_t rows);

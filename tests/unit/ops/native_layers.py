@@ -44,5 +44,17 @@ class NativeLayers:
         )  # fmt: skip
         return out
 
+    def lines_ahead(self, a: AttentionParameters, cache: NativeCache, layer: int, batch: Batch) -> list[list[int]]:
+        """What each thread would bring from the cache, counted from the start of all layers."""
+        context = self._context
+        context.bring(
+            cache.layers[layer], a.num_heads, a.window, batch.positions.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.shape[1], batch.query_starts.data_ptr(),
+            len(batch.query_starts) - 1,
+        )  # fmt: skip
+        start = cache._memory.ctypes.data
+        lines = [[line - start for line in of_thread] for of_thread in context.lines_ahead()]
+        context.bring_nothing()
+        return lines
+
     def cache(self, blocks: int, block_size: int, num_kv_heads: int, head_dim: int, scales: tuple[float, float] | None = None) -> NativeCache:
         return NativeCache(self._kv_cache, blocks, block_size, num_kv_heads, head_dim, [scales])

@@ -10,6 +10,7 @@ from native_layers import NativeLayers
 from tolerances import LAYERS
 
 from qforge.ops.layers import AttentionParameters, Batch, TorchLayers
+from qforge.ops.native_cache import NativeCache, bytes_per_token
 from qforge.ops.native_module import instruction_sets
 
 OPS: list[TorchLayers | NativeLayers] = [TorchLayers(), *(NativeLayers(2, isa) for isa in instruction_sets())]
@@ -109,6 +110,36 @@ def test_attention_over_scattered_blocks(heads: int, kv_heads: int, head_dim: in
         _near(results[-1], torch.cat(wanted), stored)
     natives = results[1:] if stored == "attention" else results
     assert all(torch.equal(natives[0], y) for y in natives)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize(
+    ("contexts", "queries", "firsts"),
+    [
+        ([int(n) for n in torch.arange(1, 171, 10)], [1] * 17, [0, 8]),  # tasks are sequences
+        ([50, 16, 33], [1] * 3, [0, 1]),  # tasks are heads, the fourth of nine the second sequence's first
+        ([400, *range(20, 60)], [400, *[1] * 40], [0, 8]),  # of 65 tasks the prompt's are 25
+        ([400, 30], [400, 1], [0, 0]),  # the second thread begins within the prompt
+    ],
+)
+def test_what_the_next_attention_reads_is_brought_by_the_thread_that_will_read_it(window: int, contexts: list[int], queries: list[int], firsts: list[int]) -> None:
+    """Blocks that the only query of a sequence sees, and nothing for prompts; fetching changes no result, so the addresses are looked at."""
+    a, total = AttentionParameters(9, 3, 64, window, 1.0), sum(-(-n // 16) for n in contexts)
+    cache = NativeCache("int8", total, 16, 3, 64, [None, None])
+    each = 16 * bytes_per_token("int8", 3, 64)
+    blocks = torch.randperm(total, generator=torch.Generator().manual_seed(0)).int()
+    tables, held = torch.zeros(len(contexts), 25, dtype=torch.int32), [0, *torch.tensor([-(-n // 16) for n in contexts]).cumsum(0).tolist()]
+    for row, i, j in zip(tables, held, held[1:], strict=False):
+        row[: j - i] = blocks[i:j]
+    positions = torch.cat([torch.arange(n - q, n) for n, q in zip(contexts, queries, strict=True)])
+    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
+    wanted = []
+    for row, n, q in zip(tables.tolist(), contexts, queries, strict=True):
+        seen = row[max(0, n - window if window else 0) // 16 : -(-n // 16)] if q == 1 else []
+        wanted.append([(2 * block + 1) * each + line for block in seen for line in range(0, each, 64)])
+    shares = zip(firsts, [*firsts[1:], len(contexts)], strict=True)
+    lines = NativeLayers(2, "portable", "int8").lines_ahead(a, cache, 1, Batch(positions, positions, tables, starts))
+    assert lines == [[line for lines in wanted[i:j] for line in lines] for i, j in shares]
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16", "int8", "fp8"])

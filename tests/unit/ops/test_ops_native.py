@@ -176,6 +176,26 @@ def test_one_zero_point_and_others(isa: str, bits: int, most: float, scheme: str
         assert (kernel.run(x[:rows], kernel.prepack(q)).double() - wanted[:rows]).abs().max() < 1e-5 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize(("bits", "most"), [(8, 127.0), (16, 32512.0)])
+@pytest.mark.parametrize(("scheme", "inputs", "block"), [("int4-g96-asym", 2208, 96), ("int8-channel-asym", 4136, 88), ("int4-g64-asym", 4160, 64)])
+def test_rows_of_more_segments_than_are_rounded_at_once(isa: str, bits: int, most: float, scheme: str, inputs: int, block: int) -> None:
+    """Blocks that end at the end of 64 segments and that do not, and blocks whose last segment is short."""
+    seeded = torch.Generator().manual_seed(0)
+    groups = inputs // (parse(scheme).granularity.columns if "channel" not in scheme else inputs)
+    codes = torch.randint(0, 2 ** parse(scheme).bits, (20, inputs), generator=seeded, dtype=torch.uint8)
+    zeros = torch.randint(5, 11, (20, groups), generator=seeded, dtype=torch.uint8)
+    q = QuantizedLinear(parse(scheme), codes, torch.rand(20, groups, generator=seeded) + 0.5, zeros)
+    x = torch.randn(3, inputs, generator=seeded) * torch.arange(1, inputs + 1).sqrt()
+    x[1, 2048:2080] = 0
+    blocks = torch.nn.functional.pad(x.view(-1, block), (0, -block % 32))
+    wanted = _rounded(blocks, most)[:, :block].reshape(3, inputs) @ numerics.dequantize(q).double().T
+    kernel = NativeRounded(bits, 2, isa)
+    packed = kernel.prepack(q)
+    assert packed.tiles.block_k == block
+    assert (kernel.run(x, packed).double() - wanted).abs().max() < 2e-5 * wanted.abs().max()
+
+
 def test_packed_weights_outlive_the_region_that_others_lie_in() -> None:
     arena = Arena()
     tensors = [torch.randn(n, 33) for n in (1, 7, 400_000, 600_000, 3)]

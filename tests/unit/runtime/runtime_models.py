@@ -30,6 +30,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "llama-linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
     "llama-wide-heads": ("llama", {"hidden": 192, "heads": 3, "kv_heads": 1}),  # 64 dimensions, which tiles of AMX take
+    "llama-odd-widths": ("llama", {"hidden": 60, "intermediate": 100, "heads": 3, "kv_heads": 1}),  # not whole eights, so inputs are gathered before a product
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {"sliding_window": 20}),
     "qwen2": ("qwen2", {}),

@@ -11,9 +11,12 @@ from runtime_models import FAMILIES, greedy, model, prompts, quantized, transfor
 from tolerances import LOGITS
 
 from qforge.errors import DataError, ModelError, UnsupportedError
+from qforge.ops.native_module import context
 from qforge.runtime import LLM, SamplingParams
 from qforge.runtime.decoder import Decoder
 from qforge.runtime.loader import read
+from qforge.runtime.native_decoder import NativeDecoder
+from qforge.runtime.native_model import NativePart, NativeProduct
 from qforge.scheme import ACTIVATIONS
 
 
@@ -115,6 +118,26 @@ def test_keys_and_values_are_kept_as_the_checkpoint_says_unless_asked(name: str)
     far = (d - a).norm()
     assert (c - d).norm() > 0.1 * far
     assert (torch.cat(list(reference.score([window]))) - d).norm() < 0.1 * far
+
+
+def test_a_step_that_raises_leaves_nothing_to_be_brought() -> None:
+    """Products bring what the next attention will read, by the step's arrays, which are gone once a product elsewhere has raised."""
+    llm = LLM(quantized("llama", lambda n: "int8-g32-sym")[0], activations="int8", threads=2, kv_cache="int8")
+    whole = llm.runner._model  # type: ignore[attr-defined]
+    calls: list[int] = []
+
+    def down(x: int, rows: int, y: int, y_stride: int) -> None:
+        calls.append(rows)
+        if len(calls) > 1:
+            assert sum(map(len, context(2).lines_ahead())) > 0
+            raise ZeroDivisionError
+
+    layer = replace(whole.layers[0], down=NativeProduct("", (NativePart(whole.spec.hidden_size, whole.spec.intermediate_size, elsewhere=down),)))
+    llm.runner = NativeDecoder(replace(whole, layers=(layer, *whole.layers[1:])), num_blocks=llm.num_blocks, block_size=16, threads=2, kv_cache="int8")
+    with pytest.raises(ZeroDivisionError):
+        llm.generate(prompts(8, 40), SamplingParams(max_tokens=4, ignore_eos=True))
+    assert calls[1] == 8
+    assert context(2).lines_ahead() == [[], []]
 
 
 def test_scales_of_other_layers_are_refused() -> None:

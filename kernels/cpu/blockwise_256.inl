@@ -106,11 +106,17 @@ struct V256 {
     static Floats multiply(const Floats &a, const Floats &b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
     static Floats fma(const Floats &a, const Floats &b, const Floats &c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
     static Floats fma_minus(const Floats &a, const Floats &b, const Floats &c) { return {_mm256_fnmadd_ps(a.lo, b.lo, c.lo), _mm256_fnmadd_ps(a.hi, b.hi, c.hi)}; }
-    static void store(float *y, const Floats &v, const float *bias, int64_t columns) {
+    static void store(float *y, Floats v, const float *bias, int64_t columns) {
+        if (columns >= kTile) {
+            if (bias) v = {_mm256_add_ps(v.lo, _mm256_loadu_ps(bias)), _mm256_add_ps(v.hi, _mm256_loadu_ps(bias + 8))};
+            _mm256_storeu_ps(y, v.lo);
+            _mm256_storeu_ps(y + 8, v.hi);
+            return;
+        }
         alignas(32) float last[kTile];
         _mm256_store_ps(last, v.lo);
         _mm256_store_ps(last + 8, v.hi);
-        for (int64_t c = 0; c < kTile && c < columns; ++c) y[c] = bias ? last[c] + bias[c] : last[c];
+        for (int64_t c = 0; c < columns; ++c) y[c] = bias ? last[c] + bias[c] : last[c];
     }
 };
 

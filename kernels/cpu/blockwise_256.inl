@@ -51,11 +51,39 @@ inline CodeSums round_segment(const float *x, int64_t inputs, float inverse, int
     return {all, L == 2 ? sum_of_lanes(high_sum) : all};
 }
 
-inline void largest_bits_of_four(const float *x, uint32_t *bits) {
-    for (int i = 0; i < 4; ++i) bits[i] = largest_bits(x + i * kSegment, kSegment);
+// `combine` over the lanes of each of four vectors, the first vector's first
+template <typename F>
+inline __m128i of_four(const __m256i (&v)[4], const F &combine) {
+    const __m256i ab = combine(_mm256_unpacklo_epi32(v[0], v[1]), _mm256_unpackhi_epi32(v[0], v[1])), cd = combine(_mm256_unpacklo_epi32(v[2], v[3]), _mm256_unpackhi_epi32(v[2], v[3]));
+    const __m256i all = combine(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+    return _mm256_castsi256_si128(combine(all, _mm256_permute2x128_si256(all, all, 1)));
 }
 
-inline bool round_four(const float *, const float *, int8_t *, CodeSums *) { return false; }
+inline void largest_bits_of_four(const float *x, uint32_t *bits) {
+    const auto larger = [](__m256i a, __m256i b) { return _mm256_max_epu32(a, b); };
+    const auto magnitudes = [](const float *p) { return _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)), _mm256_set1_epi32(0x7FFFFFFF)); };
+    __m256i most[4];
+    for (int i = 0; i < 4; ++i, x += kSegment) most[i] = larger(larger(magnitudes(x), magnitudes(x + 8)), larger(magnitudes(x + 16), magnitudes(x + 24)));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(bits), of_four(most, larger));
+}
+
+// Segments whose codes are all 0 are left to round_segment: they may have inputs that are no numbers
+inline bool round_four(const float *x, const float *inverse, int8_t *to, CodeSums *sums) {
+    if (inverse[0] == 0 || inverse[1] == 0 || inverse[2] == 0 || inverse[3] == 0) return false;
+    const __m256i ones = _mm256_set1_epi16(1), order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    __m256i sum[4];
+    for (int i = 0; i < 4; ++i, x += kSegment, to += kSegment) {
+        const __m256 by = _mm256_set1_ps(inverse[i]);
+        const auto codes = [&](int at) { return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + at), by)); };
+        const __m256i halves = _mm256_packs_epi32(codes(0), codes(8)), next_halves = _mm256_packs_epi32(codes(16), codes(24));
+        sum[i] = _mm256_add_epi32(_mm256_madd_epi16(halves, ones), _mm256_madd_epi16(next_halves, ones));
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), _mm256_permutevar8x32_epi32(_mm256_packs_epi16(halves, next_halves), order));
+    }
+    const __m128i all = of_four(sum, [](__m256i a, __m256i b) { return _mm256_add_epi32(a, b); });
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(sums), _mm_unpacklo_epi32(all, all));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(sums + 2), _mm_unpackhi_epi32(all, all));
+    return true;
+}
 
 struct Bytes {  // 4 inputs of 16 columns
     __m256i lo, hi;

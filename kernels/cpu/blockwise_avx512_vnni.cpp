@@ -53,8 +53,6 @@ inline void largest_bits_of_four(const float *x, uint32_t *bits) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(bits), of_quarters(quarters(most[0], most[1], most[2], most[3], larger), larger));
 }
 
-static_assert(sizeof(CodeSums) == 8);  // two at once are stored below
-
 // Segments whose codes are all 0 are left to round_segment: they may have inputs that are no numbers
 inline bool round_four(const float *x, const float *inverse, int8_t *to, CodeSums *sums) {
     if (inverse[0] == 0 || inverse[1] == 0 || inverse[2] == 0 || inverse[3] == 0) return false;

@@ -15,6 +15,7 @@ namespace {
 
 // ---- rounding ----
 
+static_assert(sizeof(CodeSums) == 8);  // round_four stores two at once
 constexpr int64_t kAtOnce = 64;  // segments: what one of them waits for (its largest magnitude, a division) is found for many before the next step
 
 // The segments of a row, one after the other

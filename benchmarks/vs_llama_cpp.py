@@ -7,6 +7,7 @@ the best counts). benchmarks/llama_cpp/artifacts.py makes a symmetric and an asy
 decode: one sequence, 127 tokens after 3. prefill: 512 tokens. mixed: 32 requests at once, prompts of 32-512 and outputs of 16-256 tokens (seed 0), end-of-text ignored.
 One sequence runs through llama.cpp's C API where PYTHON has llama_cpp (no sampling is timed there; ours samples), else through the xllamacpp server's own clock; mixed always
 through that server, with 32 slots. Keys and values are kept in 16 bits by both. llama.cpp runs one sequence with each number of threads of --llama-threads, and its best counts.
+xllamacpp's wheel is built for AVX2: QFORGE_ISA=avx2 in the environment limits ours to that.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ Round = dict[str, dict[str, Any]]
 
 def told(name: str) -> str:
     """The command, files by name: without this machine's folders."""
-    return " ".join([f"python benchmarks/{name}.py", *(Path(a).name if "/" in a else a for a in sys.argv[1:])])
+    limits = [f"{name}={os.environ[name]}" for name in ("QFORGE_ISA", "ONEDNN_MAX_CPU_ISA") if name in os.environ]
+    return " ".join([*limits, f"python benchmarks/{name}.py", *(Path(a).name if "/" in a else a for a in sys.argv[1:])])
 
 
 def main() -> int:

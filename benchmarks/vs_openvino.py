@@ -6,6 +6,7 @@
 
 IR has the shapes, bits and group size of ARTIFACT (NNCF keeps embedding and head in 8 bits); the plugin chooses the precision of
 activations and keeps keys and values in 8 bits by itself, as ours does here. Only speed is compared.
+QFORGE_ISA=avx2 ONEDNN_MAX_CPU_ISA=AVX2 in the environment: as on a CPU that has no more.
 """
 
 from __future__ import annotations

@@ -108,10 +108,12 @@ def _version(name: str) -> str | None:
 
 def _native() -> dict[str, Any]:
     try:
-        module = importlib.import_module("qforge.ops._native")
+        importlib.import_module("qforge.ops._native")
     except ImportError:
         return {"present": False, "instruction_sets": []}
-    return {"present": True, "instruction_sets": list(module.instruction_sets())}
+    from qforge.ops.native_module import instruction_sets
+
+    return {"present": True, "instruction_sets": instruction_sets()}
 
 
 def _kernels() -> dict[str, dict[str, str]]:

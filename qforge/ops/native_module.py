@@ -9,6 +9,8 @@ import logging
 import os
 from typing import Any
 
+from qforge.errors import MissingCapabilityError
+
 _log = logging.getLogger(__name__)
 
 
@@ -33,9 +35,19 @@ def default_threads() -> int:
 
 
 def instruction_sets() -> list[str]:
-    """The instruction sets with kernels that this CPU runs, fastest first; empty without the native module."""
+    """The instruction sets with kernels that this CPU runs, fastest first and from `$QFORGE_ISA` on where that is set; empty without the native module.
+
+    Raises:
+        MissingCapabilityError: QFORGE_ISA names none of them.
+    """
     native = module()
-    return [] if native is None else list(native.instruction_sets())
+    found: list[str] = [] if native is None else list(native.instruction_sets())
+    first = os.environ.get("QFORGE_ISA")
+    if not first or not found:
+        return found
+    if first not in found:
+        raise MissingCapabilityError(f"QFORGE_ISA is '{first}', which is no instruction set that this CPU runs kernels of; unset it, or use one of {', '.join(found)}")
+    return found[found.index(first) :]
 
 
 @functools.lru_cache(maxsize=8)

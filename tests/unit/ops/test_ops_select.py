@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from qforge.errors import MissingCapabilityError
 from qforge.ops.native_module import instruction_sets
 from qforge.ops.select import choose
 from qforge.scheme import ACTIVATIONS, parse
@@ -68,3 +69,13 @@ def test_what_the_native_kernel_does_not_run_goes_to_the_reference_with_the_reas
 
 def test_another_device_is_not_run_by_the_cpu_kernel() -> None:
     assert "not on xpu" in choose(parse("int4-g64-sym"), (256, 256), "xpu").explain()
+
+
+def test_an_environment_variable_limits_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = instruction_sets()
+    for i, isa in enumerate(sets):
+        monkeypatch.setenv("QFORGE_ISA", isa)
+        assert instruction_sets() == sets[i:]
+    monkeypatch.setenv("QFORGE_ISA", "avx9")
+    with pytest.raises(MissingCapabilityError, match=r"'avx9', which is no instruction set that this CPU runs .* one of .*portable"):
+        instruction_sets()

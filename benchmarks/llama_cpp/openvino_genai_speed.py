@@ -14,12 +14,14 @@ import openvino_genai as genai
 from load import Timeline, figures
 
 
+LIMITS = {"INFERENCE_PRECISION_HINT": ov.Type.f32, "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} if os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2" else {}
+
+
 def pipeline(folder: str, threads: int) -> Any:
     """Chunked prefill of 512 tokens a step, the plugin's own choice of precisions. It chooses by CPUID: told to use AVX2 only, it must also be told what it would choose then."""
     scheduler = genai.SchedulerConfig()
     scheduler.max_num_batched_tokens, scheduler.dynamic_split_fuse, scheduler.cache_size, scheduler.enable_prefix_caching = 512, True, 2, False
-    limits = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} if os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2" else {}
-    return genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"} | limits)
+    return genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"} | LIMITS)
 
 
 def timed_steps(pipe: Any, requests: list[dict[str, Any]]) -> Timeline:
@@ -45,7 +47,7 @@ def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as f:
         request = json.load(f)
     pipe = pipeline(request["other"], request["threads"])
-    chosen = {name: ov.Core().get_property("CPU", name) for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")}
+    chosen = {name: LIMITS.get(name) or ov.Core().get_property("CPU", name) for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")}
     told = ", ".join(f"{name.lower()} {kind.get_type_name()}" for name, kind in chosen.items())
     answer: dict[str, Any] = {"version": f"openvino-genai {genai.__version__}", "precisions": told}
     answer |= figures(lambda requests: timed_steps(pipe, requests), request)

@@ -13,7 +13,6 @@ import openvino as ov
 import openvino_genai as genai
 from load import Timeline, figures
 
-
 LIMITS = {"INFERENCE_PRECISION_HINT": ov.Type.f32, "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} if os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2" else {}
 
 

@@ -9,6 +9,7 @@ struct V : V256 {
     using Sums = Bytes;  // pairs of bytes
     template <Format F>
     static constexpr int kParts = F == Format::INT8 ? 2 : 1;  // the lower 4 bits, and the upper ones
+    static constexpr bool kFirst = true;  // 16 bits do not hold an offset, too: `whole` adds it
 
     // 12 sums
     template <Format F, int L>
@@ -16,7 +17,6 @@ struct V : V256 {
 
     template <Format F>
     static Weights unpack(const uint8_t *chunk, int half, int part) { return F == Format::INT4 ? nibbles(load_bytes(chunk), half) : nibbles(load_bytes(chunk + 64 * half), part); }
-    static constexpr bool kFirst = true;  // 16 bits do not hold an offset, too: `whole` adds it
     static Sums start(int32_t) { return nothing<Sums>(); }
     // Compilers order these for the shortest wait, for which 16 registers are too few beside 12 sums: 31 multiplications of bytes a cycle (Zen 4) written out, 26 else
     template <bool First>

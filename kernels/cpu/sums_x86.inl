@@ -21,16 +21,16 @@ inline __attribute__((always_inline)) void start_sums(V::Sums (&sum)[C][kSums<F,
         for (auto &s : sum[c]) s = V::start(Z ? offsets[c / L * stride + c % L] : 0);
 }
 
-// sums += products over 4 inputs, one half of a chunk; First: sums = those products
+// sums += products over 4 inputs, one half of chunk `at`; First: sums = those products
 template <Format F, bool First, int C, int T>
-inline __attribute__((always_inline)) void add_half(V::Sums (&sum)[C][kSums<F, T>], const uint8_t *const (&chunk)[T], int64_t chunks, const int8_t *const (&row)[C], int half) {
+inline __attribute__((always_inline)) void add_half(V::Sums (&sum)[C][kSums<F, T>], const uint8_t *const (&chunk)[T], int64_t at, const int8_t *const (&row)[C], int half) {
 #pragma GCC unroll 2
     for (int part = 0; part < V::kParts<F>; ++part) {
         V::Weights w[T];
-        for (int t = 0; t < T; ++t) w[t] = V::unpack<F>(chunk[t] + chunks * chunk_bytes(F), half, part);
+        for (int t = 0; t < T; ++t) w[t] = V::unpack<F>(chunk[t] + at * chunk_bytes(F), half, part);
 #pragma GCC unroll 6
         for (int c = 0; c < C; ++c) {
-            const V::Inputs four = V::inputs(row[c] + 8 * chunks + 4 * half);
+            const V::Inputs four = V::inputs(row[c] + 8 * at + 4 * half);
             for (int t = 0; t < T; ++t) V::add_products<First>(sum[c][t * V::kParts<F> + part], w[t], four);
         }
     }

@@ -136,7 +136,8 @@ NB_MODULE(_native, m) {
             a.table_stride = table_stride;
             self.bring(a, pointer<const int32_t>(query_starts), sequences, 1);
         },
-        nb::arg("cache"), nb::arg("heads"), nb::arg("window"), nb::arg("positions"), nb::arg("block_tables"), nb::arg("table_stride"), nb::arg("query_starts"), nb::arg("sequences"));
+        nb::arg("cache"), nb::arg("heads"), nb::arg("window"), nb::arg("positions"), nb::arg("block_tables"), nb::arg("table_stride"), nb::arg("query_starts"), nb::arg("sequences"),
+        "As a step does by itself: for tests, with bring_nothing and lines_ahead.");
     context.def("bring_nothing", &Context::bring_nothing);
     context.def(
         "lines_ahead",

@@ -110,7 +110,7 @@ struct V256 {
         const __m256i mask = _mm256_set1_epi8(15);
         return {_mm256_and_si256(upper ? _mm256_srli_epi16(b.lo, 4) : b.lo, mask), _mm256_and_si256(upper ? _mm256_srli_epi16(b.hi, 4) : b.hi, mask)};
     }
-    // A pointer of its own for each row, in the place of sums that are made anew for every load
+    // In a register of its own for each row: else compilers make one address of another before every load
     static const int8_t *pointer(const int8_t *x) {
         asm("" : "+r"(x));
         return x;

@@ -86,29 +86,44 @@ template <typename T>
 class Tiles {
   public:
     Tiles(const Attention &a, const AttentionPiece &p, int64_t position)
-        : cache_(&a.cache), head_(p.kv_head), block_(a.block_tables + p.sequence * a.table_stride + position / a.cache.block_size), offset_(position % a.cache.block_size) {}
-    Rows<T> rows() const { return rows_at<T>(*cache_, *block_, head_, offset_); }
+        : first_(rows_at<T>(a.cache, 0, p.kv_head, 0)),
+          block_(a.block_tables + p.sequence * a.table_stride + position / a.cache.block_size),
+          block_bytes_(a.cache.block_bytes),
+          block_size_(a.cache.block_size),
+          head_dim_(a.cache.head_dim),
+          value_dim_(a.cache.value_dim()),
+          offset_(position % a.cache.block_size) {}
+    Rows<T> rows() const {
+        const int64_t block = *block_ * block_bytes_;
+        return {at(first_.keys, block) + offset_ * head_dim_, at(first_.values, block) + offset_ * value_dim_, at(first_.key_scales, block) + offset_, at(first_.value_scales, block) + offset_};
+    }
     void next() {
         offset_ += 16;
-        if (offset_ == cache_->block_size) {
+        if (offset_ == block_size_) {
             offset_ = 0;
             ++block_;
         }
     }
 
   private:
-    const Cache *cache_;
-    int64_t head_;
+    template <typename U>
+    static U *at(U *p, int64_t bytes) { return reinterpret_cast<U *>(reinterpret_cast<char *>(p) + bytes); }
+
+    Rows<T> first_;  // of block 0
     const int32_t *block_;
-    int64_t offset_;
+    int64_t block_bytes_, block_size_, head_dim_, value_dim_, offset_;
 };
+
+// hide() where some of 16 numbers are not seen: apart, since that is rare
+[[gnu::noinline]] inline void hide_some(int64_t oldest, int64_t position, int64_t k, float *numbers, float hidden) {
+    for (int64_t j = 0; j < 16; ++j)
+        if (k + j > position || k + j < oldest) numbers[j] = hidden;
+}
 
 // Of 16 numbers for positions from k on, those that a row at `position` may not see become `hidden`.
 inline void hide(const Attention &a, int64_t position, int64_t k, float *numbers, float hidden) {
     const int64_t oldest = a.window ? position - a.window + 1 : 0;
-    if (k + 15 <= position && k >= oldest) return;
-    for (int64_t j = 0; j < 16; ++j)
-        if (k + j > position || k + j < oldest) numbers[j] = hidden;
+    if (k + 15 > position || k < oldest) [[unlikely]] hide_some(oldest, position, k, numbers, hidden);
 }
 
 // scores -> e^(score - largest), and one over their sum

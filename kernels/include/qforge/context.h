@@ -79,7 +79,7 @@ class Context {
     };
 
     Cut cut_panels(const Weight &weight, int64_t rows) const;
-    Cut cut_strips(const Weight &weight, int64_t rows, int64_t tile_rows, int64_t most_rows) const;
+    Cut cut_strips(const Weight &weight, int64_t rows, int64_t tile_rows, int64_t most_rows, bool in_registers) const;
     void linear_blockwise(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before);
     void linear_bf16(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before);
     void grow_scratch(int64_t bytes);  // of each thread, whose contents are lost

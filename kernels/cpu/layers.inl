@@ -200,11 +200,12 @@ void rotate_and_store(const Attention &a, int64_t token, int64_t token_end) {
     }
 }
 
-constexpr int64_t kAhead = 64;  // positions: with 16 a decode step of 32 sequences waits for memory a fifth of its attention
+constexpr int64_t kAhead = 128;  // positions
 
-// Brings 16 positions of the cache, `bytes` each, before they are read: blocks lie anywhere, and the CPU does not guess where the next one is
+// Brings 16 positions of the cache, `bytes` each, before they are read: blocks lie anywhere, and the CPU does not guess where the next one is. Into the second cache, since the first one has few
+// places for what is on its way: 2 KB anywhere come at 20 GB/s instead of 13, and attention of one sequence at 3,500 positions takes 2.6 instead of 3.6 ms (SmolLM2, Zen 4).
 inline void fetch(const void *rows, int64_t bytes) {
-    for (int64_t i = 0; i < 16 * bytes; i += 64) __builtin_prefetch(static_cast<const char *>(rows) + i, 0, 3);
+    for (int64_t i = 0; i < 16 * bytes; i += 64) __builtin_prefetch(static_cast<const char *>(rows) + i, 0, 2);
 }
 
 // One row's sums over 16 columns

@@ -116,12 +116,12 @@ Context::Cut Context::cut_panels(const Weight &weight, int64_t rows) const {
 Context::Cut Context::cut_strips(const Weight &weight, int64_t rows, int64_t tile_rows, int64_t most_rows, bool in_registers) const {
     if (rows <= kFewRows)  // long tasks, which memory feeds as one stream
         return {kFewRows, std::max<int64_t>(kWideTiles, weight.tiles() / (threads() * 16) / kWideTiles * kWideTiles)};
-    // Where rows make one task a strip, it is as long as leaves 8 to a thread: what comes next is brought meanwhile (a step of 20 rows: 16.4 -> 15.3 ms).
-    // Strips so few that threads share them unevenly (36 tiles by fours are 9 tasks for two) are halved.
     if (rows > most_rows) return {whole_chunks(rows, tile_rows, most_rows), kWideTiles};
     // Half of the threads take half of the rows, not of the columns: what a row becomes then stays near its thread, also where threads have no cache in common (24 and 32 rows
     // on two chiplets: 19.9 -> 18.4 and 26 -> 24 ms; on one: the same)
     if (in_registers && threads() > 1 && rows >= 4 * kFewRows) return {((rows + 1) / 2 + kFewRows - 1) / kFewRows * kFewRows, kWideTiles};
+    // Where rows make one task a strip, it is as long as leaves 8 to a thread: what comes next is brought meanwhile (a step of 20 rows: 16.4 -> 15.3 ms).
+    // Strips so few that threads share them unevenly (36 tiles by fours are 9 tasks for two) are halved.
     const bool few_tasks = weight.tiles() < 32 * threads();
     return {whole_chunks(rows, tile_rows, most_rows), few_tasks ? kWideTiles / 2 : std::max<int64_t>(kWideTiles, weight.tiles() / (threads() * 8) / kWideTiles * kWideTiles)};
 }

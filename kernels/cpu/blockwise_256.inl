@@ -85,6 +85,77 @@ inline bool round_four(const float *x, const float *inverse, int8_t *to, CodeSum
     return true;
 }
 
+// ---- segments around a middle ----
+
+inline __m256i ordered(__m256i bits) { return _mm256_xor_si256(bits, _mm256_and_si256(_mm256_srai_epi32(bits, 31), _mm256_set1_epi32(0x7FFFFFFF))); }
+inline __m256i larger(__m256i a, __m256i b) { return _mm256_max_epi32(a, b); }
+inline __m256i smaller(__m256i a, __m256i b) { return _mm256_min_epi32(a, b); }
+
+// Lanes' largest and smallest
+inline void spread_of(const float *x, int64_t inputs, __m256i &high, __m256i &low) {
+    high = low = ordered(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(x)));
+    for (int64_t i = 8; i < inputs; i += 8) {
+        const __m256i v = ordered(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(x + i)));
+        high = larger(high, v);
+        low = smaller(low, v);
+    }
+}
+
+inline Extremes extremes(const float *x, int64_t inputs) {
+    __m256i high, low;
+    spread_of(x, inputs, high, low);
+    const auto of_lanes = [](__m256i v, auto combine) {
+        v = combine(v, _mm256_permute2x128_si256(v, v, 1));
+        v = combine(v, _mm256_shuffle_epi32(v, 0x4E));
+        return _mm256_cvtsi256_si32(combine(v, _mm256_shuffle_epi32(v, 0xB1)));
+    };
+    return {of_lanes(high, larger), of_lanes(low, smaller)};
+}
+
+inline void extremes_of_four(const float *x, int32_t *high, int32_t *low) {
+    __m256i most[4], least[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) spread_of(x + i * kCentered, kCentered, most[i], least[i]);
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(high), of_four(most, larger));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(low), of_four(least, smaller));
+}
+
+inline int32_t round_centered(const float *x, int64_t inputs, float inverse, int32_t middle, int8_t *to) {
+    const __m256 by = _mm256_set1_ps(inverse);
+    const __m256i less = _mm256_set1_epi32(middle);
+    __m256i sum = _mm256_setzero_si256();
+    for (int64_t i = 0; i < inputs; i += 8) {
+        __m256i code = _mm256_sub_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), by)), less);
+        if (inverse == 0) code = _mm256_setzero_si256();
+        sum = _mm256_add_epi32(sum, code);
+        store_bytes(to + i, code);
+    }
+    return sum_of_lanes(sum);
+}
+
+// Segments whose codes are all 0 are left to round_centered: they may have inputs that are no numbers
+inline bool round_four_centered(const float *x, const float *inverse, const int32_t *middle, int8_t *to, CodeSums *sums) {
+    if (inverse[0] == 0 || inverse[1] == 0 || inverse[2] == 0 || inverse[3] == 0) return false;
+    const __m256i ones = _mm256_set1_epi16(1), order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    __m256i sum[4];
+    for (int i = 0; i < 4; ++i) {
+        const __m256 by = _mm256_set1_ps(inverse[i]);
+        const __m256i less = _mm256_set1_epi32(middle[i]);
+        const auto codes = [&](int at) { return _mm256_sub_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + at), by)), less); };
+        sum[i] = _mm256_setzero_si256();
+        for (int half = 0; half < 2; ++half, x += 32, to += 32) {
+            const __m256i halves = _mm256_packs_epi32(codes(0), codes(8)), next_halves = _mm256_packs_epi32(codes(16), codes(24));
+            sum[i] = _mm256_add_epi32(sum[i], _mm256_add_epi32(_mm256_madd_epi16(halves, ones), _mm256_madd_epi16(next_halves, ones)));
+            _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), _mm256_permutevar8x32_epi32(_mm256_packs_epi16(halves, next_halves), order));
+        }
+    }
+    const __m128i of_bytes = of_four(sum, [](__m256i a, __m256i b) { return _mm256_add_epi32(a, b); });
+    const __m128i all = _mm_add_epi32(of_bytes, _mm_slli_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(middle)), 6));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(sums), _mm_unpacklo_epi32(all, all));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(sums + 2), _mm_unpackhi_epi32(all, all));
+    return true;
+}
+
 struct Bytes {  // 4 inputs of 16 columns
     __m256i lo, hi;
 };
@@ -101,6 +172,7 @@ struct V256 {
     using Inputs = const int8_t *;  // where they lie: a register for them is at hand only while they are multiplied
     using Floats = Columns;
     using Weights = Bytes;
+    using Integers = Words;
 
     static constexpr int tiles(int) { return 1; }  // registers hold no more for many rows, and few read memory fastest as one stream: 74 us against 110 with four (2048 x 2048)
     template <typename Pair>  // Bytes or Words
@@ -117,9 +189,20 @@ struct V256 {
     }
     static Inputs inputs(const int8_t *x) { return x; }
     static constexpr bool kAway = true;
-    // Parts and totals into memory, so that 16 registers are left to sums and what is added to them
-    template <typename Array>
-    static void put_away(Array &floats) { asm volatile("" : "+m"(floats)); }
+    // Parts and totals into memory, so that 16 registers are left to sums and what is added to them; one row's fit
+    template <typename T, int R, int N>
+    static void put_away(T (&floats)[R][N]) {
+        if constexpr (R > 1) asm volatile("" : "+m"(floats));
+    }
+    static Words add(const Words &a, const Words &b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+    static Words load_words(const int16_t *p) {
+        const auto *halves = reinterpret_cast<const __m128i *>(p);
+        return {_mm256_cvtepi16_epi32(_mm_loadu_si128(halves)), _mm256_cvtepi16_epi32(_mm_loadu_si128(halves + 1))};
+    }
+    static Words add_products_of(const Words &sum, const Words &pairs, int32_t pair) {
+        const __m256i by = _mm256_set1_epi32(pair);
+        return add(sum, {_mm256_madd_epi16(pairs.lo, by), _mm256_madd_epi16(pairs.hi, by)});
+    }
     static Words join(const Words &high, const Words &low) {
         return {_mm256_add_epi32(_mm256_slli_epi32(high.lo, 8), low.lo), _mm256_add_epi32(_mm256_slli_epi32(high.hi, 8), low.hi)};
     }

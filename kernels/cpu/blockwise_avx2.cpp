@@ -1,5 +1,5 @@
 // Products with activations rounded by segments for AVX2 (compiled with that flag; called only where CPUID has it). Products of 4-bit codes and bytes are summed in 16 bits,
-// which holds a whole segment: 8 products of pairs, each at most 15 * 128 * 2. Bytes of weights are taken as two 4-bit halves.
+// which holds 32 inputs: 8 products of pairs, each at most 15 * 128 * 2. Bytes of weights are taken as two 4-bit halves.
 #include "blockwise_256.inl"
 
 namespace qforge {
@@ -7,6 +7,7 @@ namespace {
 
 struct V : V256 {
     using Sums = Bytes;  // pairs of bytes
+    static constexpr int64_t kSpan = 32;
     template <Format F>
     static constexpr int kParts = F == Format::INT8 ? 2 : 1;  // the lower 4 bits, and the upper ones
     static constexpr bool kFirst = true;  // 16 bits do not hold an offset, too: `whole` adds it
@@ -32,7 +33,6 @@ struct V : V256 {
             : [wl] "x"(w.lo), [wh] "x"(w.hi), [x] "m"(four));
     }
     static Words times(const Sums &pairs, short factor) { return {_mm256_madd_epi16(pairs.lo, _mm256_set1_epi16(factor)), _mm256_madd_epi16(pairs.hi, _mm256_set1_epi16(factor))}; }
-    static Words add(const Words &a, const Words &b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
     template <Format F>
     static Words whole(const Sums *sum, int32_t offset) {
         const Words from{_mm256_set1_epi32(offset), _mm256_set1_epi32(offset)}, lower = add(from, times(sum[0], 1));
@@ -47,6 +47,6 @@ struct V : V256 {
 
 namespace qforge {
 
-constinit const BlockwiseFunctions blockwise_avx2 = {round_rows, piece, 12, kRowChunk, nullptr};
+constinit const BlockwiseFunctions blockwise_avx2 = {round_rows, piece, 12, kRowChunk, nullptr, true};
 
 }  // namespace qforge

@@ -6,6 +6,7 @@ namespace {
 
 struct V : V256 {
     using Sums = Words;
+    static constexpr int64_t kSpan = 64;
     template <Format F>
     static constexpr int kParts = 1;
     static constexpr bool kFirst = false;
@@ -33,6 +34,6 @@ struct V : V256 {
 
 namespace qforge {
 
-constinit const BlockwiseFunctions blockwise_avx_vnni = {round_rows, piece, 12, kRowChunk, nullptr};
+constinit const BlockwiseFunctions blockwise_avx_vnni = {round_rows, piece, 12, kRowChunk, nullptr, true};
 
 }  // namespace qforge

@@ -10,6 +10,7 @@ namespace {
 
 struct Rounding {
     float scale, inverse;  // both 0: codes are 0
+    int middle = 0;
 };
 
 Rounding rounding(const float *x, int64_t inputs, float most) {
@@ -24,27 +25,41 @@ Rounding rounding(const float *x, int64_t inputs, float most) {
     return {largest / most, most / largest};
 }
 
+Rounding centered_rounding(const float *x, int64_t inputs) {
+    float high = x[0], low = x[0];
+    for (int64_t i = 0; i < inputs; ++i) {
+        if (!std::isfinite(x[i])) return {std::numeric_limits<float>::quiet_NaN(), 0};
+        high = std::max(high, x[i]);
+        low = std::min(low, x[i]);
+    }
+    const float half = std::max(high * 0.5f - low * 0.5f, std::max(std::fabs(high), std::fabs(low)) * 0x1p-6f);
+    if (half < 0x1p-100f) return {0, 0};
+    const float inverse = kCenteredMost / half;
+    return {half / kCenteredMost, inverse, static_cast<int>(std::nearbyint((high * 0.5f + low * 0.5f) * inverse))};
+}
+
 void round_rows(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &out, int64_t row, int64_t row_end) {
     const bool wide = w.activations == Activations::INT16;
-    const int64_t inputs = w.inputs(), segments = segments_of_block(w);
+    const int64_t inputs = w.inputs(), segments = segments_of_block(w), whole = segment_inputs(w);
     for (int64_t r = row; r < row_end; ++r) {
         int8_t *high = out.codes + r * limbs(w) * inputs, *low = high + inputs;
         for (int64_t b = 0; b < w.blocks; ++b) {
             float sum = 0;
             for (int64_t s = 0; s < segments; ++s) {
-                const int64_t first = b * w.block_k + s * kSegment, length = std::min(kSegment, w.block_k - s * kSegment);
+                const int64_t first = b * w.block_k + s * whole, length = std::min(whole, w.block_k - s * whole);
                 const float *values = x + r * x_stride + first;
-                const Rounding to = rounding(values, length, wide ? 32512.0f : 127.0f);
+                const Rounding to = centered(w) ? centered_rounding(values, length) : rounding(values, length, wide ? 32512.0f : 127.0f);
                 int32_t codes[2] = {0, 0};  // of the high bytes, of the low ones
                 for (int64_t i = 0; i < length; ++i) {
                     const int code = to.inverse == 0 ? 0 : static_cast<int>(std::nearbyint(values[i] * to.inverse));
-                    high[first + i] = static_cast<int8_t>(wide ? (code + 128) >> 8 : code);
-                    codes[0] += high[first + i];
+                    high[first + i] = static_cast<int8_t>(wide ? (code + 128) >> 8 : code - to.middle);
+                    codes[0] += high[first + i] + to.middle;
                     if (wide) low[first + i] = static_cast<int8_t>(code - 256 * high[first + i]);
                     if (wide) codes[1] += low[first + i];
                 }
                 const int64_t at = (r * w.blocks + b) * segments + s;
                 out.scales[at] = to.scale;
+                if (centered(w)) out.middles[at] = 1 << 16 | (to.middle & 0xFFFF);
                 for (int64_t l = 0; l < limbs(w); ++l) out.offsets[at * limbs(w) + l] = -w.zero * codes[l];
                 sum = std::fma(to.scale, static_cast<float>(wide ? 256 * codes[0] + codes[1] : codes[0]), sum);
             }
@@ -61,7 +76,7 @@ int weight_code(const Weight &w, const uint8_t *chunk, int64_t j, int column) {
 void one_tile(const BlockwisePiece &p, int64_t row, int64_t tile) {
     const Weight &w = *p.weight;
     const bool wide = w.activations == Activations::INT16;
-    const int64_t chunks = w.block_k / 8, bytes = chunk_bytes(w.format), inputs = w.inputs(), segments = segments_of_block(w);
+    const int64_t chunks = w.block_k / 8, bytes = chunk_bytes(w.format), inputs = w.inputs(), segments = segments_of_block(w), whole = segment_inputs(w);
     const int8_t *high = p.rounded.codes + row * limbs(w) * inputs, *low = high + inputs;
     float total[kTile] = {};
     for (int64_t b = 0; b < w.blocks; ++b) {
@@ -69,12 +84,14 @@ void one_tile(const BlockwisePiece &p, int64_t row, int64_t tile) {
         float part[kTile] = {};
         for (int64_t s = 0; s < segments; ++s) {
             int32_t sum[kTile] = {};
-            for (int64_t k = s * kSegment; k < std::min(w.block_k, (s + 1) * kSegment); ++k) {
+            const int64_t segment = (row * w.blocks + b) * segments + s;
+            const int middle = centered(w) ? static_cast<int16_t>(p.rounded.middles[segment]) : 0;
+            for (int64_t k = s * whole; k < std::min(w.block_k, (s + 1) * whole); ++k) {
                 const int64_t i = b * w.block_k + k;
-                const int code = wide ? 256 * high[i] + low[i] : high[i];
-                for (int n = 0; n < kTile; ++n) sum[n] += code * (weight_code(w, w.codes + (at * chunks + k / 8) * bytes, k % 8, n) - std::max(w.zero, 0));
+                const int code = wide ? 256 * high[i] + low[i] : high[i] + middle;
+                for (int n = 0; n < kTile; ++n) sum[n] += code * (weight_code(w, chunks_of(w, tile) + (b * chunks + k / 8) * bytes, k % 8, n) - std::max(w.zero, 0));
             }
-            for (int n = 0; n < kTile; ++n) part[n] = std::fma(p.rounded.scales[(row * w.blocks + b) * segments + s], static_cast<float>(sum[n]), part[n]);
+            for (int n = 0; n < kTile; ++n) part[n] = std::fma(p.rounded.scales[segment], static_cast<float>(sum[n]), part[n]);
         }
         for (int n = 0; n < kTile; ++n) {
             if (w.zero < 0) part[n] = std::fma(-static_cast<float>(w.zeros[at * kTile + n]), p.rounded.sums[row * w.blocks + b], part[n]);
@@ -94,6 +111,6 @@ void piece(const BlockwisePiece &p, void *) {
 
 }  // namespace
 
-constinit const BlockwiseFunctions blockwise_portable = {round_rows, piece, 1, kRowChunk, nullptr};
+constinit const BlockwiseFunctions blockwise_portable = {round_rows, piece, 1, kRowChunk, nullptr, true};
 
 }  // namespace qforge

@@ -1,13 +1,15 @@
 // Products with activations rounded by segments (blockwise.h), written once for the instruction sets of x86. The file that includes this gives
 //   largest_bits(x, inputs): the bits of the largest magnitude; round_segment<bytes of a code>(x, inputs, inverse, high bytes, low bytes) -> CodeSums;
 //   largest_bits_of_four(x, bits): the same for four whole segments, one after the other; round_four(x, inverses, bytes, sums): their codes of one byte, or false where it leaves them to round_segment;
-//   V: 16 columns side by side (sums_x86.inl), V::Floats; V::kCodeRows<F, bytes of a code>: code rows that its registers hold.
+//   for segments around a middle extremes(x, inputs), extremes_of_four(x, high, low), round_centered(x, inputs, inverse, middle, bytes) -> sum of those bytes, round_four_centered(x, inverses, middles, bytes, sums);
+//   V: 16 columns side by side (sums_x86.inl), V::Floats, V::Integers; V::kCodeRows<F, bytes of a code>: code rows that its registers hold; V::kSpan: inputs whose products of a byte and 4 bits V::Sums hold.
 #include <immintrin.h>
 
 #include <algorithm>
 #include <limits>
 
 #include "qforge/blockwise.h"
+#include "blocks_x86.inl"
 #include "sums_x86.inl"
 
 namespace qforge {
@@ -20,9 +22,9 @@ constexpr int64_t kAtOnce = 64;  // segments: what one of them waits for (its la
 
 // The segments of a row, one after the other
 struct Segments {
-    int64_t block_k, first = 0, left = block_k;  // first: input of the next one; left: inputs of its block from there on
+    int64_t whole, block_k, first = 0, left = block_k;  // whole: inputs of one; first: input of the next one; left: inputs of its block from there on
 
-    int64_t inputs() const { return std::min(kSegment, left); }
+    int64_t inputs() const { return std::min(whole, left); }
     void next(int64_t inputs) {
         first += inputs;
         left -= inputs;
@@ -30,41 +32,79 @@ struct Segments {
     }
 };
 
+// The bits of floats as integers that rise with the values (-0 below 0, infinities and NaNs outermost), and back
+inline int32_t ordered(int32_t bits) { return bits ^ (bits >> 31 & 0x7FFFFFFF); }
+
+struct Roundings {  // of as many segments as are measured at once
+    float inverse[kAtOnce];  // 0: codes are 0
+    int32_t middle[kAtOnce];
+};
+
 template <int L>
-void round_row(const Weight &w, const float *x, int8_t *high, int8_t *low, float *scales, float *sums, int32_t *offsets) {
+void measure(const float *x, Segments &segments, int64_t here, int64_t fours, float *scales, Roundings &to) {
     constexpr uint32_t kInfinity = 0x7F800000;  // NaNs' bits are larger
     constexpr float most = L == 2 ? 32512.0f : 127.0f;
+    uint32_t bits[kAtOnce];
+    for (int64_t i = 0; i < fours; i += 4, segments.next(4 * kSegment)) largest_bits_of_four(x + segments.first, bits + i);
+    for (int64_t i = fours; i < here; ++i, segments.next(segments.inputs())) bits[i] = largest_bits(x + segments.first, segments.inputs());
+    for (int64_t i = 0; i < here; ++i) {
+        const float m = __builtin_bit_cast(float, bits[i]);
+        const bool finite = bits[i] < kInfinity, has_codes = finite && m >= 0x1p-100f;
+        scales[i] = has_codes ? m / most : finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+        to.inverse[i] = has_codes ? most / m : 0.0f;
+        to.middle[i] = 0;
+    }
+}
+
+void measure_centered(const float *x, Segments &segments, int64_t here, int64_t fours, float *scales, Roundings &to) {
+    constexpr int32_t kInfinity = 0x7F800000, kMinusInfinity = ~kInfinity;  // ordered
+    int32_t high[kAtOnce], low[kAtOnce];
+    for (int64_t i = 0; i < fours; i += 4, segments.next(4 * kCentered)) extremes_of_four(x + segments.first, high + i, low + i);
+    for (int64_t i = fours; i < here; ++i, segments.next(segments.inputs())) {
+        const Extremes e = extremes(x + segments.first, segments.inputs());
+        high[i] = e.high;
+        low[i] = e.low;
+    }
+    for (int64_t i = 0; i < here; ++i) {
+        const float h = __builtin_bit_cast(float, ordered(high[i])), l = __builtin_bit_cast(float, ordered(low[i]));
+        const float half = std::max(h * 0.5f - l * 0.5f, std::max(__builtin_fabsf(h), __builtin_fabsf(l)) * 0x1p-6f);
+        const bool finite = high[i] < kInfinity && low[i] > kMinusInfinity, has_codes = finite && half >= 0x1p-100f;
+        scales[i] = has_codes ? half / kCenteredMost : finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+        to.inverse[i] = has_codes ? kCenteredMost / half : 0.0f;
+        to.middle[i] = has_codes ? static_cast<int32_t>(__builtin_nearbyintf((h * 0.5f + l * 0.5f) * to.inverse[i])) : 0;
+    }
+}
+
+// C: segments around a middle. high, low: bytes of the codes; scales, sums, offsets, middles: of the row
+template <int L, bool C>
+void round_row(const Weight &w, const float *x, int8_t *high, int8_t *low, float *scales, float *sums, int32_t *offsets, int32_t *middles) {
+    constexpr int64_t kWhole = C ? kCentered : kSegment;
     const int64_t in_block = segments_of_block(w), count = w.blocks * in_block;
-    const bool whole = w.block_k % kSegment == 0;  // all of one length, as if the row were one block
-    Segments measured{whole ? w.inputs() : w.block_k}, rounded = measured;
+    const bool whole = w.block_k % kWhole == 0;  // all of one length, as if the row were one block
+    Segments measured{kWhole, whole ? w.inputs() : w.block_k}, rounded = measured;
     float sum = 0;
     for (int64_t done = 0, last = in_block - 1; done < count; done += kAtOnce) {
         const int64_t here = std::min(kAtOnce, count - done), fours = whole ? here / 4 * 4 : 0;
-        uint32_t bits[kAtOnce];
-        float inverse[kAtOnce];
+        Roundings to;
         CodeSums codes[kAtOnce];
-        for (int64_t i = 0; i < fours; i += 4, measured.next(4 * kSegment)) largest_bits_of_four(x + measured.first, bits + i);
-        for (int64_t i = fours; i < here; ++i, measured.next(measured.inputs())) bits[i] = largest_bits(x + measured.first, measured.inputs());
-        for (int64_t i = 0; i < here; ++i) {
-            const float m = __builtin_bit_cast(float, bits[i]);
-            const bool finite = bits[i] < kInfinity, has_codes = finite && m >= 0x1p-100f;
-            scales[done + i] = has_codes ? m / most : finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
-            inverse[i] = has_codes ? most / m : 0.0f;
-        }
+        C ? measure_centered(x, measured, here, fours, scales + done, to) : measure<L>(x, measured, here, fours, scales + done, to);
         for (int64_t i = 0; i < here;) {
-            const int64_t first = rounded.first;
-            if (L == 1 && i + 4 <= fours && round_four(x + first, inverse + i, high + first, codes + i)) {
-                rounded.next(4 * kSegment);
+            const int64_t first = rounded.first, inputs = rounded.inputs();
+            const bool four = i + 4 <= fours && (C ? round_four_centered(x + first, to.inverse + i, to.middle + i, high + first, codes + i) : L == 1 && round_four(x + first, to.inverse + i, high + first, codes + i));
+            if (four) {
+                rounded.next(4 * kWhole);
                 i += 4;
-            } else {
-                codes[i] = round_segment<L>(x + first, rounded.inputs(), inverse[i], high + first, L == 2 ? low + first : nullptr);
-                rounded.next(rounded.inputs());
-                ++i;
+                continue;
             }
+            if constexpr (C) codes[i].all = round_centered(x + first, inputs, to.inverse[i], to.middle[i], high + first) + to.middle[i] * static_cast<int32_t>(inputs);
+            else codes[i] = round_segment<L>(x + first, inputs, to.inverse[i], high + first, L == 2 ? low + first : nullptr);
+            rounded.next(inputs);
+            ++i;
         }
         for (int64_t i = 0; i < here; ++i) {
-            *offsets++ = -w.zero * codes[i].high;
+            *offsets++ = -w.zero * (C ? codes[i].all : codes[i].high);
             if (L == 2) *offsets++ = -w.zero * (codes[i].all - 256 * codes[i].high);
+            if (C) *middles++ = 1 << 16 | (to.middle[i] & 0xFFFF);
         }
         if (w.zero >= 0) continue;
         for (int64_t i = 0; i < here; ++i) {
@@ -77,17 +117,18 @@ void round_row(const Weight &w, const float *x, int8_t *high, int8_t *low, float
     }
 }
 
-template <int L>
+template <int L, bool C>
 void round_rows_of(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &out, int64_t row, int64_t row_end) {
     const int64_t inputs = w.inputs(), segments = w.blocks * segments_of_block(w);
     for (int64_t r = row; r < row_end; ++r) {
         int8_t *high = out.codes + r * L * inputs;
-        round_row<L>(w, x + r * x_stride, high, L == 2 ? high + inputs : nullptr, out.scales + r * segments, out.sums + r * w.blocks, out.offsets + r * segments * L);
+        round_row<L, C>(w, x + r * x_stride, high, L == 2 ? high + inputs : nullptr, out.scales + r * segments, out.sums + r * w.blocks, out.offsets + r * segments * L, out.middles + r * segments);
     }
 }
 
 void round_rows(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &rounded, int64_t row, int64_t row_end) {
-    limbs(w) == 2 ? round_rows_of<2>(w, x, x_stride, rounded, row, row_end) : round_rows_of<1>(w, x, x_stride, rounded, row, row_end);
+    const auto run = limbs(w) == 2 ? round_rows_of<2, false> : centered(w) ? round_rows_of<1, true> : round_rows_of<1, false>;
+    run(w, x, x_stride, rounded, row, row_end);
 }
 
 // ---- product ----
@@ -132,7 +173,7 @@ struct Product {
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r)
             for (int t = 0; t < T; ++t) total[r][t] = V::spread(0);
-        for (int t = 0; t < T; ++t) chunk[t] = w.codes + (tile + t) * inputs / 8 * chunk_bytes(F);
+        for (int t = 0; t < T; ++t) chunk[t] = chunks_of(w, tile + t);
         for (int64_t b = 0; b < w.blocks; ++b) {
             codes_ahead.fetch();
             scales_ahead.fetch();
@@ -157,32 +198,127 @@ struct Product {
                 if (V::kAway && left == w.block_k) add_segment<F, L, Z, true, R, T>(part, sum, scale, offset, stride);
                 else add_segment<F, L, Z, false, R, T>(part, sum, scale, offset, stride);
             }
-            for (int t = 0; t < T; ++t) {
-                const int64_t at = ((tile + t) * w.blocks + b) * kTile;
-                const V::Floats weight_scale = V::load(w.scales + at);
-#pragma GCC unroll 6
-                for (int r = 0; r < R; ++r) {
-                    if constexpr (!Z) part[r][t] = V::fma_minus(V::zeros(w.zeros + at), V::spread(row_sum[r * w.blocks + b]), part[r][t]);
-                    total[r][t] = V::fma(weight_scale, part[r][t], total[r][t]);
-                }
-            }
+            add_block<Z>(total, part, w, tile, b, row_sum);
         }
+        store(p, total, row, tile);
+    }
+};
+
+// ---- product of segments around a middle ----
+
+// Where a row's segments have their numbers
+struct Numbers {
+    const float *scale;
+    const int32_t *offset, *middle;
+};
+
+// part = fma(scale of the row's segment, sum over `chunks` chunks, part) for R rows x T tiles; First: part = scale * sum. Two: in two parts, the first of 32 inputs
+template <bool Z, bool First, bool Two, int R, int T>
+inline __attribute__((always_inline)) void add_centered(V::Floats (&part)[R][T], const uint8_t *(&chunk)[T], const int8_t *x, int64_t inputs, int64_t chunks, const Numbers &n, int64_t stride, const int16_t *const (&code_sums)[T]) {
+    constexpr Format F = Format::INT4;
+    V::Sums sum[R][kSums<F, T>];
+    V::Integers before[R][T];
+    start_sums<F, 1, Z, R, T>(sum, n.offset, stride);
+    if constexpr (Two) {
+        add_chunks<F, R, T>(sum, chunk, x, inputs, kSegment / 8);
 #pragma GCC unroll 6
+        for (int r = 0; r < R; ++r)
+            for (int t = 0; t < T; ++t) before[r][t] = V::whole<F>(&sum[r][t], Z ? n.offset[r * stride] : 0);
+        V::put_away(before);
+        start_sums<F, 1, false, R, T>(sum, n.offset, stride);
+        add_chunks<F, R, T>(sum, chunk, x + kSegment, inputs, chunks - kSegment / 8);
+    } else {
+        add_chunks<F, R, T>(sum, chunk, x, inputs, chunks);
+    }
+    for (int t = 0; t < T; ++t) {
+        const V::Integers codes = V::load_words(code_sums[t]);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) {
+            V::Integers whole = V::whole<F>(&sum[r][t], Z && !Two ? n.offset[r * stride] : 0);
+            if constexpr (Two) whole = V::add(before[r][t], whole);
+            const V::Floats by = V::spread(n.scale[r * stride]), value = V::to_floats(V::add_products_of(whole, codes, n.middle[r * stride]));
+            part[r][t] = First ? V::multiply(by, value) : V::fma(by, value, part[r][t]);
+        }
+    }
+}
+
+template <bool Z>
+struct CenteredProduct {
+    static constexpr int kLimbs = 1, kMost = V::kCodeRows<Format::INT4, 1>;
+    const BlockwisePiece &p;
+    Ahead codes_ahead{}, scales_ahead{};
+
+    explicit CenteredProduct(const BlockwisePiece &piece) : p(piece) {}
+    void begin(int64_t strip, int64_t strip_end, int64_t rows, int64_t groups) {
+        codes_ahead = codes_after(*p.weight, strip, strip_end, rows, groups);
+        scales_ahead = scales_after(*p.weight, strip, strip_end, rows, groups);
+    }
+
+    template <int R, int T>
+    void compute(int64_t row, int64_t tile) {
+        const Weight &w = *p.weight;
+        const int64_t inputs = w.inputs(), stride = w.blocks * segments_of_block(w);
+        const int8_t *x = p.rounded.codes + row * inputs;
+        const float *row_sum = p.rounded.sums + row * w.blocks;
+        Numbers n{p.rounded.scales + row * stride, p.rounded.offsets + row * stride, p.rounded.middles + row * stride};
+        const uint8_t *chunk[T];
+        const int16_t *code_sums[T];
+        V::Floats total[R][T];
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r)
+            for (int t = 0; t < T; ++t) total[r][t] = V::spread(0);
         for (int t = 0; t < T; ++t) {
-            const int64_t column = (tile + t) * kTile;
-            for (int r = 0; r < R; ++r) V::store(p.y + (row + r) * p.y_stride + column, total[r][t], w.bias ? w.bias + column : nullptr, w.columns - column);
+            chunk[t] = chunks_of(w, tile + t);
+            code_sums[t] = code_sums_of(w, tile + t);
+            if (R <= kFewRows)  // at once: a second stream beside that of codes would cost memory a third of its speed
+                for (int64_t line = 0; line < code_sums_bytes(w); line += 64) __builtin_prefetch(reinterpret_cast<const char *>(code_sums[t]) + line);
         }
+        for (int64_t b = 0; b < w.blocks; ++b) {
+            codes_ahead.fetch();
+            scales_ahead.fetch();
+            p.cache->fetch(R * T * kTile * w.block_k);
+            V::Floats part[R][T];
+            int64_t left = w.block_k;
+            bool first = true;
+            do {
+                constexpr bool kTwo = V::kSpan < kCentered || R * T <= 2;  // or sums would wait for themselves
+                V::put_away(total);
+                if (left >= kCentered) {  // apart, so that its loop has no end to look for
+                    if (first) {
+                        add_centered<Z, true, kTwo>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
+                    } else {
+                        V::put_away(part);
+                        add_centered<Z, false, kTwo>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
+                    }
+                    x += kCentered;
+                } else {
+                    if (first)
+                        for (int r = 0; r < R; ++r)
+                            for (int t = 0; t < T; ++t) part[r][t] = V::spread(0);
+                    V::put_away(part);
+                    if (V::kSpan < kCentered && left > kSegment) add_centered<Z, false, true>(part, chunk, x, inputs, left / 8, n, stride, code_sums);
+                    else add_centered<Z, false, false>(part, chunk, x, inputs, left / 8, n, stride, code_sums);
+                    x += left;
+                }
+                for (int t = 0; t < T; ++t) code_sums[t] += kTile;
+                ++n.scale, ++n.offset, ++n.middle;
+                left -= kCentered;
+                first = false;
+            } while (left > 0);
+            add_block<Z>(total, part, w, tile, b, row_sum);
+        }
+        store(p, total, row, tile);
     }
 };
 
 template <Format F, int L>
-void any_zeros(const BlockwisePiece &p) { p.weight->zero < 0 ? all_rows<Product<F, L, false>>(p) : all_rows<Product<F, L, true>>(p); }
+void any_zeros(const BlockwisePiece &p) { p.weight->zero < 0 ? all_rows(p, Product<F, L, false>(p)) : all_rows(p, Product<F, L, true>(p)); }
 
 void piece(const BlockwisePiece &p, void *) {
-    if (p.weight->format == Format::INT4)
-        limbs(*p.weight) == 2 ? any_zeros<Format::INT4, 2>(p) : any_zeros<Format::INT4, 1>(p);
-    else
-        limbs(*p.weight) == 2 ? any_zeros<Format::INT8, 2>(p) : any_zeros<Format::INT8, 1>(p);
+    const Weight &w = *p.weight;
+    if (centered(w)) return w.zero < 0 ? all_rows(p, CenteredProduct<false>(p)) : all_rows(p, CenteredProduct<true>(p));
+    if (w.format == Format::INT4) return any_zeros<Format::INT4, 2>(p);
+    limbs(w) == 2 ? any_zeros<Format::INT8, 2>(p) : any_zeros<Format::INT8, 1>(p);
 }
 
 }  // namespace

@@ -53,7 +53,11 @@ std::vector<std::string> Context::instruction_sets() {
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
             if (has_amx()) found.push_back("amx");
+            // Zen adds twice as many vectors as it multiplies; Intel's processors do both in the same ports
+            const bool more_adders = __builtin_cpu_is("amd");
+            if (more_adders) found.push_back("avx512-vnni-pairs");
             found.push_back("avx512-vnni");
+            if (!more_adders) found.push_back("avx512-vnni-pairs");
         }
         if (__builtin_cpu_supports("avxvnni")) found.push_back("avx-vnni");
         found.push_back("avx2");
@@ -69,11 +73,12 @@ Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa
 #ifdef QFORGE_HAVE_AVX2
     if (isa != "portable") {
         piece_ = linear_avx2;
-        layers_ = (isa == "amx" || isa == "avx512-vnni") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512dq") ? &layers_avx512 : &layers_avx2;
-        if (isa == "amx" && layers_ == &layers_avx512) tiles_ = &tile_attention_amx;
-        integer_ = isa == "amx" ? &integer_amx : isa == "avx512-vnni" ? &integer_avx512_vnni : &integer_avx2;
-        if (isa == "amx") bf16_ = &bf16_amx;
-        blockwise_ = isa == "amx" ? &blockwise_amx : isa == "avx512-vnni" ? &blockwise_avx512_vnni : isa == "avx-vnni" ? &blockwise_avx_vnni : &blockwise_avx2;
+        const bool amx = isa == "amx", pairs = isa == "avx512-vnni-pairs", avx512 = amx || pairs || isa == "avx512-vnni";
+        layers_ = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512dq") ? &layers_avx512 : &layers_avx2;
+        if (amx && layers_ == &layers_avx512) tiles_ = &tile_attention_amx;
+        integer_ = amx ? &integer_amx : avx512 ? &integer_avx512_vnni : &integer_avx2;
+        if (amx) bf16_ = &bf16_amx;
+        blockwise_ = amx ? &blockwise_amx : pairs ? &blockwise_avx512_pairs : avx512 ? &blockwise_avx512_vnni : isa == "avx-vnni" ? &blockwise_avx_vnni : &blockwise_avx2;
     }
 #endif
 }
@@ -156,10 +161,12 @@ void Context::linear_blockwise(const Weight &weight, const float *x, int64_t row
     grow(group_scales_, whole * segments);
     grow(block_sums_, whole * weight.blocks);
     grow(segment_offsets_, rows * segments * limbs(weight));
-    const RoundedBlocks rounded{segment_codes_.data(), segment_scales_.data(), block_sums_.data(), group_scales_.data(), segment_offsets_.data()};
+    grow(segment_middles_, whole * segments);
+    grow(pair_starts_, rows * segments);
+    const RoundedBlocks rounded{segment_codes_.data(), segment_scales_.data(), block_sums_.data(), group_scales_.data(), segment_offsets_.data(), segment_middles_.data(), pair_starts_.data()};
     round_rows(rows, weight, before, [&](int64_t first, int64_t end) { blockwise_->round_rows(weight, x, x_stride, rounded, first, end); });
     if (blockwise_->scratch_bytes) grow_scratch(blockwise_->scratch_bytes(weight));
-    split_product(weight, rows, cut_strips(weight, rows, blockwise_->tile_rows, blockwise_->most_rows, !blockwise_->scratch_bytes), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
+    split_product(weight, rows, cut_strips(weight, rows, blockwise_->tile_rows, blockwise_->most_rows, blockwise_->in_registers), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
         blockwise_->piece({&weight, rounded, y, y_stride, row, row_end, tile, tile_end, &cache_ahead_[static_cast<size_t>(thread)]}, scratch_[thread].get());
     });
 }

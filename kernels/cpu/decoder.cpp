@@ -46,7 +46,7 @@ float value_at(Format format, const void *values, int64_t index) {
 // one input of a weight's column, dequantized
 float value_at(const Weight &w, int64_t column, int64_t input) {
     const int64_t tile = column / kTile, lane = column % kTile, j = input % 8;
-    const uint8_t *chunk = w.codes + (tile * w.inputs() + input / 8 * 8) / 8 * chunk_bytes(w.format);
+    const uint8_t *chunk = chunks_of(w, tile) + input / 8 * chunk_bytes(w.format);
     if (w.format != Format::INT8 && w.format != Format::INT4) return value_at(w.format, chunk, j * kTile + lane);
     const int code = w.format == Format::INT8 ? chunk[j / 4 * 64 + lane * 4 + j % 4] : chunk[lane * 4 + j % 4] >> (j / 4 * 4) & 15;
     const int64_t at = (tile * w.blocks + input / w.block_k) * kTile + lane;

@@ -103,7 +103,7 @@ struct Product {
     }
 };
 
-void piece(const IntegerPiece &p, void *) { p.weight->format == Format::INT4 ? all_rows<Product<Format::INT4>>(p) : all_rows<Product<Format::INT8>>(p); }
+void piece(const IntegerPiece &p, void *) { p.weight->format == Format::INT4 ? all_rows(p, Product<Format::INT4>(p)) : all_rows(p, Product<Format::INT8>(p)); }
 
 }  // namespace
 

@@ -5,7 +5,7 @@
 // A code row is one byte of each code of a row: 16-bit codes make two. Z: all zero points of the weight are one number, whose products with codes are the offsets that sums start with.
 #include <algorithm>
 
-#include "qforge/linear.h"
+#include "qforge/blockwise.h"
 
 namespace qforge {
 namespace {
@@ -73,7 +73,7 @@ inline Ahead next_tiles(const Weight &w, const uint8_t *from, int64_t bytes, int
 }
 
 inline Ahead codes_after(const Weight &w, int64_t strip, int64_t strip_end, int64_t rows, int64_t groups) {
-    return next_tiles(w, w.codes, w.inputs() / 8 * chunk_bytes(w.format), strip, strip_end, rows, groups);
+    return next_tiles(w, w.codes, tile_bytes(w), strip, strip_end, rows, groups);
 }
 
 inline Ahead scales_after(const Weight &w, int64_t strip, int64_t strip_end, int64_t rows, int64_t groups) {
@@ -97,8 +97,7 @@ int64_t some_rows(Product &product, int64_t rows, int64_t row, int64_t tile, int
 // A piece [its rows] x [its tiles]: strips of tiles stay in the second-level cache while groups of rows, nearly equal ones, pass over them.
 // Product: kLimbs bytes a code, kMost rows in registers, begin(strip, strip_end, rows, groups), compute<R, T>(row, tile) for R rows x T tiles
 template <typename Product, typename Piece>
-void all_rows(const Piece &p) {
-    Product product(p);
+void all_rows(const Piece &p, Product product) {
     const int64_t rows = p.row_end - p.row, groups = (rows + Product::kMost - 1) / Product::kMost;
     for (int64_t strip = p.tile; strip < p.tile_end; strip += kWideTiles) {
         const int64_t strip_end = std::min(p.tile_end, strip + kWideTiles);

@@ -34,6 +34,8 @@ struct V {
     using Floats = __m512;
     using Weights = __m512i;
     using Sums = __m512i;
+    using Integers = __m512i;
+    static constexpr int64_t kSpan = 64;
     template <Format F>
     static constexpr int kParts = 1;
     static constexpr bool kFirst = false;
@@ -61,6 +63,9 @@ struct V {
     static void add_products(Sums &sum, Weights w, Inputs x) { sum = _mm512_dpbusd_epi32(sum, w, x); }
     template <Format F>
     static __m512i whole(const Sums *sum, int32_t) { return *sum; }
+    static Integers add(Integers a, Integers b) { return _mm512_add_epi32(a, b); }
+    static Integers load_words(const int16_t *p) { return _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))); }
+    static Integers add_products_of(Integers sum, Integers pairs, int32_t pair) { return _mm512_dpwssd_epi32(sum, pairs, _mm512_set1_epi32(pair)); }
     static __m512i join(__m512i high, __m512i low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
     static Floats to_floats(__m512i sum) { return _mm512_cvtepi32_ps(sum); }
 

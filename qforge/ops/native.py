@@ -17,7 +17,7 @@ from qforge import numerics
 from qforge.ops.memory import Arena
 from qforge.ops.native_module import context, instruction_sets, missing
 from qforge.ops.native_weight import Buffer, NativeWeight
-from qforge.ops.packing import Tiles, pack_dense, pack_quantized
+from qforge.ops.packing import Tiles, pack_dense, pack_quantized, with_code_sums
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Number, Per, Scheme, Symmetry, parse
 
@@ -199,7 +199,7 @@ class NativeInt8:
 
 
 class NativeRounded:
-    """Packed integer weights times activations that are rounded on the fly, in segments of 32 inputs, to integers of 8 or 16 bits (kernels/include/qforge/blockwise.h).
+    """Packed integer weights times activations that are rounded on the fly, in segments of 32 or 64 inputs, to integers of 8 or 16 bits (kernels/include/qforge/blockwise.h).
 
     Args:
         bits: 8 is fastest, 5e-3 to 1e-2 off the product with unrounded activations (relative); 16 takes twice the work of 8 and is 2e-5 to 5e-5 off.
@@ -222,7 +222,8 @@ class NativeRounded:
 
     def prepack(self, q: QuantizedLinear) -> Packed:
         """As `NativeKernel` has it."""
-        return _packed(pack_quantized(q), q.bias, activations=f"INT{self.bits}")
+        tiles = pack_quantized(q)
+        return _packed(with_code_sums(tiles) if tiles.format == "INT4" and self.bits == 8 else tiles, q.bias, activations=f"INT{self.bits}")
 
     def run(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """`x [T, I]` fp32 -> `[T, O]` fp32."""

@@ -5,7 +5,7 @@ Letters: O outputs, I inputs, N tiles of 16 outputs, B blocks of K inputs (one s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,7 @@ from qforge.scheme import Per
 
 TILE = 16
 CHUNK = 8
+SEGMENT = 64  # inputs, kCentered of blockwise.h
 _LONGEST_BLOCK = 128  # inputs: partial sums of more than this lose accuracy and do not fit the first-level cache when unpacked
 
 
@@ -24,7 +25,7 @@ class Tiles:
 
     Attributes:
         format: `INT4`, `INT8`, `BOOK4`, `E4M3`, `F32`, `F16` or `BF16`.
-        codes: uint8 (or the float dtype), contiguous; shape for codes `[N, C, bytes]`, for dense weights `[N, padded I, 16]`.
+        codes: uint8 (or the float dtype), contiguous; shape for codes `[N, C, bytes]`, after `with_code_sums` `[N, bytes of a tile]`, for dense weights `[N, padded I, 16]`.
         scales: `[N, B, 16]` fp32, None for dense weights.
         zeros: `[N, B, 16]` uint8 for integers, else None.
         book: `[16]` fp32, what the codes of BOOK4 stand for, else None.
@@ -69,6 +70,18 @@ def pack_quantized(q: QuantizedLinear) -> Tiles:
     )  # fmt: skip
 
 
+def with_code_sums(tiles: Tiles) -> Tiles:
+    """A weight in INT4 for activations that are rounded around a middle (blockwise.h).
+
+    Before each tile's codes come the sums of its segments' codes, int16 `[segments, 16]`, and zeros up to 64 bytes.
+    """
+    count = tiles.codes.shape[0]
+    chunks = ((tiles.codes & 15) + (tiles.codes >> 4)).view(count, tiles.blocks, -1, TILE, CHUNK // 2).sum(-1, dtype=torch.int16)  # [N, B, chunks of a block, 16]
+    whole = torch.nn.functional.pad(chunks, (0, 0, 0, -chunks.shape[2] % (SEGMENT // CHUNK)))
+    sums = whole.view(count, -1, SEGMENT // CHUNK, TILE).sum(2, dtype=torch.int16).view(count, -1).view(torch.uint8)
+    return replace(tiles, codes=torch.cat([torch.nn.functional.pad(sums, (0, -sums.shape[1] % 64)), tiles.codes.view(count, -1)], 1))
+
+
 def _codes_of_integers(q: QuantizedLinear, order: torch.Tensor, rows: torch.Tensor, scale_of_block: torch.Tensor, block_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Unsigned codes `[O, B x K]`, padding equal to the zero point, and zero points `[O, B]`."""
     bias = 0 if q.zeros is not None else 1 << (7 if q.scheme.bits > 4 else 3)
@@ -101,7 +114,9 @@ def embed(tiles: Tiles, tokens: torch.Tensor) -> torch.Tensor:
     tile, column = tokens // TILE, tokens % TILE
     if tiles.scales is None or tiles.zeros is None:
         return tiles.codes[tile, :, column][:, : tiles.in_features].float()
-    columns = tiles.codes.view(tiles.codes.shape[0], tiles.codes.shape[1], -1, TILE, CHUNK // 2)[tile, :, :, column]  # [T, C, 2, 4], or [T, C, 1, 4] of two codes a byte
+    chunks = tiles.blocks * tiles.block_k // CHUNK
+    codes_of_tiles = tiles.codes if tiles.codes.dim() == 3 else tiles.codes[:, -chunks * TILE * CHUNK // 2 :]
+    columns = codes_of_tiles.reshape(len(tiles.codes), chunks, -1, TILE, CHUNK // 2)[tile, :, :, column]  # [T, C, 2, 4], or [T, C, 1, 4] of two codes a byte
     codes = columns if tiles.format == "INT8" else torch.cat([columns & 15, columns >> 4], 2)
     values = (codes.reshape(len(tokens), tiles.blocks, -1).float() - tiles.zeros[tile, :, column].unsqueeze(-1)) * tiles.scales[tile, :, column].unsqueeze(-1)
     packed = values.view(len(tokens), -1)

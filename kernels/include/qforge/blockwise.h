@@ -1,8 +1,13 @@
-// y = round(x) W^T (+ bias) for packed INT4 and INT8 weights (linear.h), with activations rounded on the fly in segments of 32 inputs: to 8 bits (fast), or to 16 (accurate).
+// y = round(x) W^T (+ bias) for packed INT4 and INT8 weights (linear.h), with activations rounded on the fly in segments: to 8 bits (fast), or to 16 (accurate).
 //
-// Rounding. A block of the weight is cut into segments of 32 inputs (the last may be shorter). For a segment with largest magnitude m, and most = 127 (INT8) or 32512 (INT16):
-//   scale = m / most;  code = round to nearest, ties to even, of x * (most / m).  Where m < 2^-100 scale and codes are 0; where m is no number or infinite, scale = NaN and codes are 0.
-//   A 16-bit code is kept as two bytes, code = 256 * high + low with low in [-128, 127], each of which multiplies weights by itself.
+// Rounding. A block of the weight is cut into segments of 32 inputs, or of 64 around a middle for 8 bits times INT4 weights (the last may be shorter).
+//   Segments of 32. With largest magnitude m, and most = 127 (8 bits) or 32512 (16):
+//     scale = m / most;  code = round to nearest, ties to even, of x * (most / m).  Where m < 2^-100 scale and codes are 0.
+//     A 16-bit code is kept as two bytes, code = 256 * high + low with low in [-128, 127], each of which multiplies weights by itself.
+//   Segments of 64. With the largest value h and the smallest l, half = max(h / 2 - l / 2, max(|h|, |l|) / 64):
+//     scale = half / 119.875;  code = round of x * (119.875 / half);  middle = round of (h / 2 + l / 2) * (119.875 / half).  Where half < 2^-100 scale, codes and middle are 0.
+//     |code| < 2^13; what is kept is code - middle, from -120 to 120, and the middle.
+//   Where an input is no number or infinite, scale = NaN, codes and middle are 0.
 //   sum of a block = 0; for each segment: sum = fma(scale, (float) (sum of its codes), sum)
 //
 // Sums. For each output: total = 0; for each block: part = 0;
@@ -19,21 +24,37 @@
 
 namespace qforge {
 
-constexpr int64_t kSegment = 32;  // |sum| of 16-bit codes times bytes stays below 2^28; of one byte times 4-bit codes, by lanes of 8, below 2^15
+constexpr int64_t kSegment = 32;   // |sum| of 16-bit codes times bytes stays below 2^28; of one byte times 4-bit codes, by lanes of 8, below 2^15
+constexpr int64_t kCentered = 64;  // inputs of a segment around a middle; |sum| stays below 2^24, so that it is exact as a float
+constexpr float kCenteredMost = 119.875f;  // 120, and room for the rounding of two products: bytes hold the sum of a code and one of 4 bits
 
-inline int64_t segments_of_block(const Weight &w) { return (w.block_k + kSegment - 1) / kSegment; }
+inline bool centered(const Weight &w) { return w.format == Format::INT4 && w.activations == Activations::INT8; }
+inline int64_t segment_inputs(const Weight &w) { return centered(w) ? kCentered : kSegment; }
+inline int64_t segments_of_block(const Weight &w) { return (w.block_k + segment_inputs(w) - 1) / segment_inputs(w); }
 inline int64_t limbs(const Weight &w) { return w.activations == Activations::INT16 ? 2 : 1; }  // bytes of a code
+
+// A tile of such a weight begins with sums of its codes, int16 [segments of a row][16 columns], up to a multiple of 64 bytes; then come the codes (linear.h).
+inline int64_t code_sums_bytes(const Weight &w) { return centered(w) ? (w.blocks * segments_of_block(w) * kTile * static_cast<int64_t>(sizeof(int16_t)) + 63) / 64 * 64 : 0; }
+inline int64_t tile_bytes(const Weight &w) { return code_sums_bytes(w) + w.inputs() / 8 * chunk_bytes(w.format); }
+inline const int16_t *code_sums_of(const Weight &w, int64_t tile) { return reinterpret_cast<const int16_t *>(w.codes + tile * tile_bytes(w)); }
+inline const uint8_t *chunks_of(const Weight &w, int64_t tile) { return w.codes + tile * tile_bytes(w) + code_sums_bytes(w); }
+
+struct Extremes {  // of a segment: bits of floats, changed so that they rise as integers with the values
+    int32_t high, low;
+};
 
 struct CodeSums {  // of a segment
     int32_t all, high;  // of codes; of their high bytes, or of codes where they have one byte
 };
 
-struct RoundedBlocks {  // codes, sums and group_scales can be read up to whole groups of 16 rows, where a task begins
+struct RoundedBlocks {  // codes, sums, middles and group_scales can be read up to whole groups of 16 rows, where a task begins
     int8_t *codes;        // [rows][limbs][inputs()], the high byte first
     float *scales;        // [rows][blocks][segments_of_block]
     float *sums;          // [rows][blocks], where zero points differ
     float *group_scales;  // [(rows + 15) / 16][blocks][segments_of_block][16]: scales once more, for tiles of 16 rows
-    int32_t *offsets;     // [rows][blocks][segments_of_block][limbs]: - zero * sum of those bytes, where there is one zero point
+    int32_t *offsets;     // [rows][blocks][segments_of_block][limbs]: - zero * sum of those bytes (around a middle: of whole codes), where there is one zero point
+    int32_t *middles;     // [rows][blocks][segments_of_block]: the middle in the lower 16 bits, 1 in the upper ones; where segments have one
+    int32_t *pair_starts; // [rows][segments]: what sums of pairs start with (blockwise_avx512_pairs.cpp)
 };
 
 struct BlockwisePiece {
@@ -49,12 +70,14 @@ struct BlockwiseFunctions {
     void (*piece)(const BlockwisePiece &piece, void *scratch);  // scratch: scratch_bytes(weight) bytes, 64-byte aligned, the thread's own
     int64_t tile_rows, most_rows;                               // rows that a task should have, or a multiple, up to so many
     int64_t (*scratch_bytes)(const Weight &weight);             // null: none
+    bool in_registers;                                          // whether weights are unpacked for each few rows anew, so that tasks may as well share them
 };
 
 extern const BlockwiseFunctions blockwise_portable;
 extern const BlockwiseFunctions blockwise_avx2;
 extern const BlockwiseFunctions blockwise_avx_vnni;
 extern const BlockwiseFunctions blockwise_avx512_vnni;
+extern const BlockwiseFunctions blockwise_avx512_pairs;
 extern const BlockwiseFunctions blockwise_amx;
 
 }  // namespace qforge

@@ -120,7 +120,7 @@ class Context {
     std::vector<int32_t> code_sums_;
     std::vector<int8_t> segment_codes_;
     std::vector<float> segment_scales_, group_scales_, block_sums_;
-    std::vector<int32_t> segment_offsets_;
+    std::vector<int32_t> segment_offsets_, segment_middles_, pair_starts_;
     Scratch bf16_rows_;
     int64_t bf16_bytes_ = 0;
     std::vector<Scratch> scratch_;

@@ -22,7 +22,7 @@ namespace qforge {
 
 enum class Format : int { INT4 = 0, INT8 = 1, F32 = 2, F16 = 3, BF16 = 4, BOOK4 = 5, E4M3 = 6 };
 
-// What becomes of activations before they are multiplied: nothing, or rounding in segments of 32 inputs (blockwise.h; INT4 and INT8 weights only),
+// What becomes of activations before they are multiplied: nothing, or rounding in segments of 32 or 64 inputs (blockwise.h; INT4 and INT8 weights only),
 // or bf16, and weights with them (bf16.h; INT4, INT8 and BOOK4 weights).
 enum class Activations : int { F32 = 0, INT8 = 1, INT16 = 2, BF16 = 3 };
 

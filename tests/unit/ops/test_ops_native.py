@@ -105,25 +105,38 @@ def test_sums_of_the_largest_codes_are_exact(isa: str, rows: int) -> None:
 
 # Segments are rounded by fours: four of them and three
 UNITS = QuantizedLinear(parse("int8-g32-asym"), torch.eye(224, dtype=torch.uint8), torch.ones(224, 7), torch.zeros(224, 7, dtype=torch.uint8))
+UNITS_OF_4_BITS = QuantizedLinear(parse("int4-g64-asym"), torch.eye(448, dtype=torch.uint8), torch.ones(448, 7), torch.zeros(448, 7, dtype=torch.uint8))
 
 
-def _rounded(x: torch.Tensor, most: float) -> torch.Tensor:
-    """fp64 rounding in segments of 32 inputs: scale = largest / most."""
-    segments = x.double().view(len(x), -1, 32)
-    scale = segments.abs().amax(-1, keepdim=True) / most
-    return torch.where(scale > 0, (segments / torch.where(scale > 0, scale, 1)).round() * scale, 0).view(len(x), -1)
+def _rounded(x: torch.Tensor, bits: int, scheme: str, block: int = 0) -> torch.Tensor:
+    """fp64 rounding in segments of 32 inputs, scale = largest / most; or, to 8 bits for weights of 4, of 64 inputs, scale = (largest - smallest) / 239.75.
+
+    `block`: where segments begin anew."""
+    around_a_middle = bits == 8 and scheme.startswith("int4")
+    length, block = 64 if around_a_middle else 32, block or x.shape[1]
+    short = -block % length
+    segments = torch.nn.functional.pad(x.double().view(len(x), -1, block), (0, short)).view(len(x), -1, length)
+    there = torch.nn.functional.pad(torch.ones(1, x.shape[1] // block, block), (0, short)).view(1, -1, length) > 0
+    largest, high, low = (
+        segments.abs().amax(-1, keepdim=True),
+        *(torch.where(there, segments, fill).aminmax(dim=-1, keepdim=True)[i] for fill, i in ((-torch.inf, 1), (torch.inf, 0))),
+    )
+    scale = torch.maximum(high / 2 - low / 2, largest / 64) / 119.875 if around_a_middle else largest / (127 if bits == 8 else 32512)
+    rounded = torch.where(scale > 0, (segments / torch.where(scale > 0, scale, 1)).round() * scale, 0)
+    return rounded.view(len(x), -1, block + short)[..., :block].reshape(len(x), -1)
 
 
 @pytest.mark.parametrize("isa", instruction_sets())
-@pytest.mark.parametrize(("bits", "most"), [(8, 127.0), (16, 32512.0)])
-def test_activations_are_rounded_by_segments_of_32_inputs(isa: str, bits: int, most: float) -> None:
+@pytest.mark.parametrize(("bits", "units"), [(8, UNITS), (16, UNITS), (8, UNITS_OF_4_BITS)])
+def test_activations_are_rounded_by_segments(isa: str, bits: int, units: QuantizedLinear) -> None:
     """The identity as weights gives back what inputs were rounded to, but for ties that fp32 sees and fp64 does not (or the other way round)."""
-    x = torch.randn(64, 224, generator=torch.Generator().manual_seed(0)) * 10 ** (3 * torch.randn(64, 1, generator=torch.Generator().manual_seed(1)))
-    x[3], x[4], x[5, 33:], x[6] = 0, 1e-44, 0, 3e38
+    x = torch.randn(64, units.in_features, generator=torch.Generator().manual_seed(0)) * 10 ** (3 * torch.randn(64, 1, generator=torch.Generator().manual_seed(1)))
+    x[3], x[4], x[5, 33:], x[6], x[7] = 0, 1e-44, 0, 3e38, x[7].abs()
+    x[8], x[9], x[10, ::2] = x[8] + 1000 * x[8].abs().max(), x[9] - 2 * x[9].abs().max(), -3e38
     kernel = NativeRounded(bits, 2, isa)
-    wanted = _rounded(x, most)
+    wanted = _rounded(x, bits, str(units.scheme))
     wanted[4] = 0  # below 2^-100
-    wrong = (kernel.run(x, kernel.prepack(UNITS)).double() - wanted).abs() > 2e-5 * wanted.abs().amax(-1, keepdim=True) / (1 if bits == 8 else 100)
+    wrong = (kernel.run(x, kernel.prepack(units)).double() - wanted).abs() > 2e-5 * wanted.abs().amax(-1, keepdim=True) / (1 if bits == 8 else 100)
     assert wrong.float().mean() < (1e-3 if bits == 8 else 2e-2)
     assert not wrong[3:5].any()
 
@@ -132,13 +145,15 @@ def test_activations_are_rounded_by_segments_of_32_inputs(isa: str, bits: int, m
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", [40, 127, 128, 223])
-def test_infinities_in_a_segment_give_nan_in_its_row_alone(isa: str, bits: int, bad: float, place: int) -> None:
-    x = torch.ones(12, 224)
-    x[7, place] = bad
+@pytest.mark.parametrize("units", [UNITS, UNITS_OF_4_BITS])
+@pytest.mark.parametrize("rows", [12, 20])
+def test_infinities_in_a_segment_give_nan_in_its_row_alone(isa: str, bits: int, bad: float, place: int, units: QuantizedLinear, rows: int) -> None:
+    x = torch.ones(rows, units.in_features)
+    x[7, place * units.in_features // 224] = bad
     kernel = NativeRounded(bits, 2, isa)
-    y = kernel.run(x, kernel.prepack(UNITS))
+    y = kernel.run(x, kernel.prepack(units))
     assert y[7].isnan().all()
-    assert not y[[0, 6, 8, 11]].isnan().any()
+    assert not y[[0, 6, 8, rows - 1]].isnan().any()
 
 
 @pytest.mark.parametrize("isa", instruction_sets())
@@ -152,15 +167,36 @@ def test_segments_of_the_largest_codes_do_not_overflow(isa: str, bits: int, sche
     x = torch.full((9, 128), sign * (1 - 128 / 32512))
     x[:, ::32] = sign
     kernel = NativeRounded(bits, 2, isa)
-    wanted = (x if bits == 16 else x.mul(127).round() / 127).double().sum(1, keepdim=True).expand(-1, 20) * code
+    rounded = x if bits == 16 else _rounded(x, bits, scheme, 128 // groups) if scheme.startswith("int4") else x.mul(127).round() / 127  # ties of fp32
+    wanted = rounded.double().sum(1, keepdim=True).expand(-1, 20) * code
     assert torch.allclose(kernel.run(x, kernel.prepack(q)).double(), wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize("isa", instruction_sets())
-@pytest.mark.parametrize(("bits", "most"), [(8, 127.0), (16, 32512.0)])
+@pytest.mark.parametrize("columns", ["int4-g64-asym", "int4-g128-asym"])
+@pytest.mark.parametrize("first", [0, 15])
+@pytest.mark.parametrize("second", [0, 15])
+@pytest.mark.parametrize("rows", [3, 16, 21])
+def test_sums_of_the_outermost_codes_fit_a_byte(isa: str, columns: str, first: int, second: int, rows: int) -> None:
+    """Of each eight inputs, the first four and the others have the largest or the smallest code, of activations (120, -120) as of weights; scales are 1, so that sums are exact."""
+    half = torch.arange(256) // 4 % 2
+    codes = torch.where(half == 0, first, second).to(torch.uint8).expand(32, 256)
+    q = QuantizedLinear(
+        parse(columns), codes.contiguous(), torch.ones(32, 256 // parse(columns).granularity.columns), torch.zeros(32, 256 // parse(columns).granularity.columns, dtype=torch.uint8)
+    )
+    signs = torch.tensor([[1, 1], [1, -1], [-1, 1], [-1, -1]])[torch.arange(rows) % 4]
+    x = torch.where(half == 0, signs[:, :1], signs[:, 1:]) * 120.0
+    x[:, 0::64], x[:, 1::64] = 119.875, -119.875  # scale 1
+    kernel = NativeRounded(8, 2, isa)
+    wanted = (x.sign() * 120).double() @ codes.double().T
+    assert torch.equal(kernel.run(x.clamp(-119.875, 119.875), kernel.prepack(q)).double(), wanted)
+
+
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("scheme", ["int4-g64-asym", "int8-g64-asym", "int4-g32-asym"])
 @pytest.mark.parametrize("odd_one", [None, (0, 0), (17, 1)])
-def test_one_zero_point_and_others(isa: str, bits: int, most: float, scheme: str, odd_one: tuple[int, int] | None) -> None:
+def test_one_zero_point_and_others(isa: str, bits: int, scheme: str, odd_one: tuple[int, int] | None) -> None:
     """Weights whose zero points are one number are summed from offsets; one other zero point, in a whole tile or in the last one, and they may not be."""
     seeded = torch.Generator().manual_seed(0)
     groups = 128 // parse(scheme).granularity.columns
@@ -170,26 +206,26 @@ def test_one_zero_point_and_others(isa: str, bits: int, most: float, scheme: str
         zeros[odd_one] = 3
     q = QuantizedLinear(parse(scheme), codes, torch.rand(20, groups, generator=seeded) + 0.5, zeros)
     x = torch.randn(40, 128, generator=seeded)
-    wanted = _rounded(x, most) @ numerics.dequantize(q).double().T
+    wanted = _rounded(x, bits, scheme, 128 // groups) @ numerics.dequantize(q).double().T
     kernel = NativeRounded(bits, 2, isa)
     for rows in (1, 3, 9, 40):
         assert (kernel.run(x[:rows], kernel.prepack(q)).double() - wanted[:rows]).abs().max() < 1e-5 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("isa", instruction_sets())
-@pytest.mark.parametrize(("bits", "most"), [(8, 127.0), (16, 32512.0)])
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("rows", [3, 18])
 @pytest.mark.parametrize(("scheme", "inputs", "block"), [("int4-g96-asym", 2208, 96), ("int8-channel-asym", 4136, 88), ("int4-g64-asym", 4160, 64)])
-def test_rows_of_more_segments_than_are_rounded_at_once(isa: str, bits: int, most: float, scheme: str, inputs: int, block: int) -> None:
+def test_rows_of_more_segments_than_are_rounded_at_once(isa: str, bits: int, rows: int, scheme: str, inputs: int, block: int) -> None:
     """Blocks that end at the end of 64 segments and that do not, and blocks whose last segment is short."""
     seeded = torch.Generator().manual_seed(0)
     groups = inputs // (parse(scheme).granularity.columns if "channel" not in scheme else inputs)
     codes = torch.randint(0, 2 ** parse(scheme).bits, (20, inputs), generator=seeded, dtype=torch.uint8)
     zeros = torch.randint(5, 11, (20, groups), generator=seeded, dtype=torch.uint8)
     q = QuantizedLinear(parse(scheme), codes, torch.rand(20, groups, generator=seeded) + 0.5, zeros)
-    x = torch.randn(3, inputs, generator=seeded) * torch.arange(1, inputs + 1).sqrt()
+    x = torch.randn(rows, inputs, generator=seeded) * torch.arange(1, inputs + 1).sqrt()
     x[1, 2048:2080] = 0
-    blocks = torch.nn.functional.pad(x.view(-1, block), (0, -block % 32))
-    wanted = _rounded(blocks, most)[:, :block].reshape(3, inputs) @ numerics.dequantize(q).double().T
+    wanted = _rounded(x, bits, scheme, block) @ numerics.dequantize(q).double().T
     kernel = NativeRounded(bits, 2, isa)
     packed = kernel.prepack(q)
     assert packed.tiles.block_k == block

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qforge import numerics
-from qforge.ops.packing import block_length, embed, pack_dense, pack_quantized
+from qforge.ops.packing import block_length, embed, pack_dense, pack_quantized, with_code_sums
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
 
@@ -37,6 +37,23 @@ def test_int8_symmetric_codes_are_stored_with_a_zero_point_of_128() -> None:
     assert tiles.zeros is not None
     assert tiles.zeros.unique().tolist() == [128]
     assert int(tiles.codes[0, 2, 64 + 5 * 4 + 1]) == int(q.codes[5, 2 * 8 + 4 + 1]) + 128
+
+
+@pytest.mark.parametrize(("text", "inputs", "ends"), [("int4-g64-asym", 192, [64, 128, 192]), ("int4-g96-sym", 192, [64, 96, 160, 192]), ("int4-g16-sym", 32, [16, 32])])
+def test_sums_of_a_tile_s_codes_come_before_them(text: str, inputs: int, ends: list[int]) -> None:
+    q = _quantized(text, 20, inputs)
+    plain, tiles = pack_quantized(q), with_code_sums(pack_quantized(q))
+    head = -(-len(ends) * 16 * 2 // 64) * 64
+    assert torch.equal(tiles.codes[:, head:], plain.codes.view(2, -1))
+    sums = tiles.codes[:, :head].contiguous().view(torch.int16)
+    assert not sums[:, len(ends) * 16 :].any()
+    codes = torch.nn.functional.pad(q.codes.int() + (0 if q.zeros is not None else 8), (0, 0, 0, 12)).view(2, 16, inputs)
+    for i, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        got, wanted = sums[:, i * 16 : i * 16 + 16].int(), codes[:, :, first:end].sum(-1, dtype=torch.int32)
+        assert torch.equal(got[0], wanted[0])
+        assert torch.equal(got[1, :4], wanted[1, :4])
+    tokens = torch.tensor([0, 19, 3, 16])
+    assert torch.equal(embed(tiles, tokens), numerics.dequantize(q)[tokens])
 
 
 @pytest.mark.parametrize(("group", "block"), [(8, 8), (12, 16), (64, 64), (128, 128), (576, 96), (2048, 128), (1536, 128), (130, 72), (1, 8), (288, 96)])

@@ -1,0 +1,148 @@
+// Products with activations rounded by segments around a middle for AVX-512 with VNNI where multipliers are scarcer than adders (Zen 4: 512 bits of bytes are multiplied in the time in which
+// twice as many are added). Inputs are multiplied by pairs (Winograd, "A new algorithm for inner product", 1968):
+//   x1 w1 + x2 w2 = (x1 + w2) (x2 + w1) - x1 x2 - w1 w2
+// in which the last two products depend on the row or on the column alone: half of the multiplications. Codes from -120 to 120 and those of 4 bits leave room for the sums in a byte.
+// Few rows, blocks that are not whole segments, and other weights go through the other AVX-512 kernels. Sums are exact, so bits are equal.
+#include <type_traits>
+
+#include "qforge/blockwise.h"
+#include "vnni_512.inl"
+
+#include "blocks_x86.inl"
+#include "sums_x86.inl"
+
+namespace qforge {
+namespace {
+
+constexpr int64_t kLeastRows = 16;  // that share what is made of a strip
+// Of a chunk, w1 is the code of an input of the first half, w2 of the second; in a byte without sign go x1 + w2 + kFirstMore, with sign x2 + w1 - kSecondLess.
+constexpr int kFirstMore = 120, kSecondLess = 8;
+constexpr int32_t kShift = 2048;  // what makes sums of a column's products fit 16 bits
+
+bool takes(const Weight &w) { return centered(w) && w.block_k % kCentered == 0; }
+
+struct Panel {  // a segment of a tile
+    alignas(64) uint8_t codes[kCentered / 8][2][64];  // of a chunk w1 - kSecondLess, and w2 + kFirstMore
+    int32_t pairs[kTile];                             // lower 16 bits: sum of codes; upper ones: - (sum of the products of those bytes) - kShift
+};
+
+void unpack(const uint8_t *chunk, const int16_t *code_sums, Panel &to) {
+    const __m512i mask = _mm512_set1_epi8(15), less = _mm512_set1_epi8(kSecondLess), more = _mm512_set1_epi8(kFirstMore);
+    __m512i products = _mm512_setzero_si512();
+    for (int64_t i = 0; i < kCentered / 8; ++i) {
+        const __m512i both = _mm512_loadu_si512(chunk + i * 64), first = _mm512_and_si512(both, mask), second = _mm512_and_si512(_mm512_srli_epi32(both, 4), mask);
+        const __m512i lower = _mm512_sub_epi8(first, less), upper = _mm512_add_epi8(second, more);
+        products = _mm512_dpbusd_epi32(products, upper, lower);
+        _mm512_store_si512(to.codes[i][0], lower);
+        _mm512_store_si512(to.codes[i][1], upper);
+    }
+    const __m512i of_column = _mm512_sub_epi32(_mm512_set1_epi32(-kShift), products);
+    _mm512_store_si512(to.pairs, _mm512_or_si512(_mm512_slli_epi32(of_column, 16), V::load_words(code_sums)));
+}
+
+template <bool Z>
+struct PairedProduct {
+    static constexpr int kLimbs = 1, kMost = 4;
+    const BlockwisePiece &p;
+    Panel *panels;  // [tiles of a strip][blocks][segments of a block]
+    int64_t first_tile = 0;
+    Ahead codes_ahead{}, scales_ahead{};
+
+    PairedProduct(const BlockwisePiece &piece, void *scratch) : p(piece), panels(static_cast<Panel *>(scratch)) {}
+    void begin(int64_t strip, int64_t strip_end, int64_t rows, int64_t groups) {
+        const Weight &w = *p.weight;
+        codes_ahead = codes_after(w, strip, strip_end, rows, groups);
+        scales_ahead = scales_after(w, strip, strip_end, rows, groups);
+        first_tile = strip;
+        const int64_t segments = w.inputs() / kCentered;
+        Panel *to = panels;
+        for (int64_t tile = strip; tile < strip_end; ++tile)
+            for (int64_t s = 0; s < segments; ++s) unpack(chunks_of(w, tile) + s * kCentered / 8 * chunk_bytes(Format::INT4), code_sums_of(w, tile) + s * kTile, *to++);
+    }
+
+    template <int R, int T>
+    void compute(int64_t row, int64_t tile) { p.weight->block_k == kCentered ? compute<true, R, T>(row, tile) : compute<false, R, T>(row, tile); }
+
+    template <bool One, int R, int T>  // One: a block is a segment
+    void compute(int64_t row, int64_t tile) {
+        const Weight &w = *p.weight;
+        const int64_t inputs = w.inputs(), segments = inputs / kCentered;
+        const int8_t *x = p.rounded.codes + row * inputs;
+        const float *scale = p.rounded.scales + row * segments, *row_sum = p.rounded.sums + row * w.blocks;
+        const int32_t *start = p.rounded.pair_starts + row * segments, *middle = p.rounded.middles + row * segments;
+        const Panel *panel = panels + (tile - first_tile) * segments;
+        V::Floats total[R][T];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+            for (int t = 0; t < T; ++t) total[r][t] = V::spread(0);
+        for (int64_t b = 0; b < w.blocks; ++b) {
+            codes_ahead.fetch();
+            scales_ahead.fetch();
+            p.cache->fetch(R * T * kTile * w.block_k);
+            V::Floats part[R][T];
+            const auto add_segment = [&](auto first) __attribute__((always_inline)) {
+                V::Sums sum[R][T];
+#pragma GCC unroll 4
+                for (int r = 0; r < R; ++r)
+                    for (int t = 0; t < T; ++t) sum[r][t] = V::start(start[r * segments]);
+#pragma GCC unroll 8
+                for (int64_t i = 0; i < kCentered / 8; ++i) {
+                    V::Weights lower[T], upper[T];
+                    for (int t = 0; t < T; ++t) {
+                        lower[t] = _mm512_load_si512(panel[t * segments].codes[i][0]);
+                        upper[t] = _mm512_load_si512(panel[t * segments].codes[i][1]);
+                    }
+#pragma GCC unroll 4
+                    for (int r = 0; r < R; ++r) {
+                        const V::Inputs ahead = V::inputs(x + r * inputs + 8 * i), behind = V::inputs(x + r * inputs + 8 * i + 4);
+                        for (int t = 0; t < T; ++t) sum[r][t] = _mm512_dpbusd_epi32(sum[r][t], _mm512_add_epi8(ahead, upper[t]), _mm512_add_epi8(behind, lower[t]));
+                    }
+                }
+                for (int t = 0; t < T; ++t) {
+                    const V::Integers pairs = _mm512_load_si512(panel[t * segments].pairs);
+#pragma GCC unroll 4
+                    for (int r = 0; r < R; ++r) {
+                        const V::Floats by = V::spread(scale[r * segments]), value = V::to_floats(V::add_products_of(sum[r][t], pairs, middle[r * segments]));
+                        part[r][t] = first.value ? V::multiply(by, value) : V::fma(by, value, part[r][t]);
+                    }
+                }
+                ++scale, ++start, ++middle, ++panel, x += kCentered;
+            };
+            add_segment(std::true_type());
+            if constexpr (!One)
+                for (int64_t left = w.block_k - kCentered; left > 0; left -= kCentered) add_segment(std::false_type());
+            add_block<Z>(total, part, w, tile, b, row_sum);
+        }
+        store(p, total, row, tile);
+    }
+};
+
+// Of a row's segment: what its sums start with, so that what its pairs have too much is gone
+int32_t start_of(const int8_t *codes) {
+    constexpr __mmask64 second_half = 0xF0F0F0F0F0F0F0F0;
+    const __m512i x = _mm512_loadu_si512(codes), more = _mm512_set1_epi8(kFirstMore), less = _mm512_maskz_set1_epi8(~second_half, kSecondLess);
+    const __m512i first = _mm512_maskz_add_epi8(second_half, _mm512_shuffle_epi32(x, _MM_PERM_CDAB), more);  // beside x2: x1 + kFirstMore
+    const __m512i zero = _mm512_setzero_si512();
+    return kShift - _mm512_reduce_add_epi32(_mm512_sub_epi32(_mm512_dpbusd_epi32(zero, first, x), _mm512_dpbusd_epi32(zero, less, x)));
+}
+
+void round_rows(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &rounded, int64_t row, int64_t row_end) {
+    blockwise_avx512_vnni.round_rows(w, x, x_stride, rounded, row, row_end);
+    if (!takes(w)) return;
+    const int64_t segments = w.inputs() / kCentered;
+    for (int64_t s = row * segments; s < row_end * segments; ++s) rounded.pair_starts[s] = (w.zero < 0 ? 0 : rounded.offsets[s]) + start_of(rounded.codes + s * kCentered);
+}
+
+void piece(const BlockwisePiece &p, void *scratch) {
+    const Weight &w = *p.weight;
+    if (!takes(w) || p.row_end - p.row < kLeastRows) return blockwise_avx512_vnni.piece(p, scratch);
+    w.zero < 0 ? all_rows(p, PairedProduct<false>(p, scratch)) : all_rows(p, PairedProduct<true>(p, scratch));
+}
+
+int64_t scratch_bytes(const Weight &w) { return takes(w) ? kWideTiles * w.inputs() / kCentered * static_cast<int64_t>(sizeof(Panel)) : 0; }
+
+}  // namespace
+
+constinit const BlockwiseFunctions blockwise_avx512_pairs = {round_rows, piece, 12, kRowChunk, scratch_bytes, false};
+
+}  // namespace qforge

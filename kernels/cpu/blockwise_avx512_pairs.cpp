@@ -14,7 +14,7 @@
 namespace qforge {
 namespace {
 
-constexpr int64_t kLeastRows = 16;  // that share what is made of a strip
+constexpr int64_t kLeastRows = 16, kMostRows = 256;  // that share what is made of a strip
 // Of a chunk, w1 is the code of an input of the first half, w2 of the second; in a byte without sign go x1 + w2 + kFirstMore, with sign x2 + w1 - kSecondLess.
 constexpr int kFirstMore = 120, kSecondLess = 8;
 constexpr int32_t kShift = 2048;  // what makes sums of a column's products fit 16 bits
@@ -117,20 +117,27 @@ struct PairedProduct {
     }
 };
 
-// Of a row's segment: what its sums start with, so that what its pairs have too much is gone
-int32_t start_of(const int8_t *codes) {
+// Of a segment of a row what its pairs have too much, in lanes to be added up
+inline __m512i too_much(const int8_t *codes) {
     constexpr __mmask64 second_half = 0xF0F0F0F0F0F0F0F0;
-    const __m512i x = _mm512_loadu_si512(codes), more = _mm512_set1_epi8(kFirstMore), less = _mm512_maskz_set1_epi8(~second_half, kSecondLess);
+    const __m512i x = _mm512_loadu_si512(codes), more = _mm512_set1_epi8(kFirstMore), less = _mm512_maskz_set1_epi8(~second_half, kSecondLess), zero = _mm512_setzero_si512();
     const __m512i first = _mm512_maskz_add_epi8(second_half, _mm512_shuffle_epi32(x, _MM_PERM_CDAB), more);  // beside x2: x1 + kFirstMore
-    const __m512i zero = _mm512_setzero_si512();
-    return kShift - _mm512_reduce_add_epi32(_mm512_sub_epi32(_mm512_dpbusd_epi32(zero, first, x), _mm512_dpbusd_epi32(zero, less, x)));
+    return _mm512_sub_epi32(_mm512_dpbusd_epi32(zero, first, x), _mm512_dpbusd_epi32(zero, less, x));
 }
 
 void round_rows(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &rounded, int64_t row, int64_t row_end) {
     blockwise_avx512_vnni.round_rows(w, x, x_stride, rounded, row, row_end);
     if (!takes(w)) return;
-    const int64_t segments = w.inputs() / kCentered;
-    for (int64_t s = row * segments; s < row_end * segments; ++s) rounded.pair_starts[s] = (w.zero < 0 ? 0 : rounded.offsets[s]) + start_of(rounded.codes + s * kCentered);
+    const int64_t segments = w.inputs() / kCentered, end = row_end * segments;
+    const auto add = [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); };
+    int64_t s = row * segments;
+    for (; s + 4 <= end; s += 4) {
+        const int8_t *codes = rounded.codes + s * kCentered;
+        const __m128i sums = of_quarters(quarters(too_much(codes), too_much(codes + kCentered), too_much(codes + 2 * kCentered), too_much(codes + 3 * kCentered), add), add);
+        const __m128i offsets = w.zero < 0 ? _mm_setzero_si128() : _mm_loadu_si128(reinterpret_cast<const __m128i *>(rounded.offsets + s));
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(rounded.pair_starts + s), _mm_sub_epi32(_mm_add_epi32(offsets, _mm_set1_epi32(kShift)), sums));
+    }
+    for (; s < end; ++s) rounded.pair_starts[s] = (w.zero < 0 ? 0 : rounded.offsets[s]) + kShift - _mm512_reduce_add_epi32(too_much(rounded.codes + s * kCentered));
 }
 
 void piece(const BlockwisePiece &p, void *scratch) {
@@ -143,6 +150,6 @@ int64_t scratch_bytes(const Weight &w) { return takes(w) ? kWideTiles * w.inputs
 
 }  // namespace
 
-constinit const BlockwiseFunctions blockwise_avx512_pairs = {round_rows, piece, 12, kRowChunk, scratch_bytes, false};
+constinit const BlockwiseFunctions blockwise_avx512_pairs = {round_rows, piece, 12, kMostRows, scratch_bytes, false};
 
 }  // namespace qforge

@@ -28,21 +28,6 @@ inline CodeSums round_segment(const float *x, int64_t inputs, float inverse, int
     return {all, L == 2 ? _mm512_reduce_add_epi32(high_sum) : all};
 }
 
-// Four vectors -> one of 32-bit lanes, whose 128-bit lane i is `combine` over the four of vector i
-template <typename F>
-inline __m512i quarters(__m512i a, __m512i b, __m512i c, __m512i d, const F &combine) {
-    const __m512i ab = combine(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xEE)), cd = combine(_mm512_shuffle_i64x2(c, d, 0x44), _mm512_shuffle_i64x2(c, d, 0xEE));
-    return combine(_mm512_shuffle_i64x2(ab, cd, 0x88), _mm512_shuffle_i64x2(ab, cd, 0xDD));
-}
-
-// `combine` over each 128-bit lane, the first lane's first
-template <typename F>
-inline __m128i of_quarters(__m512i v, const F &combine) {
-    v = combine(v, _mm512_shuffle_epi32(v, _MM_PERM_BADC));
-    v = combine(v, _mm512_shuffle_epi32(v, _MM_PERM_CDAB));
-    return _mm512_castsi512_si128(_mm512_permutexvar_epi32(_mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0), v));
-}
-
 inline void largest_bits_of_four(const float *x, uint32_t *bits) {
     const auto larger = [](__m512i a, __m512i b) { return _mm512_max_epu32(a, b); };
     __m512i most[4];
@@ -75,7 +60,7 @@ inline bool round_four(const float *x, const float *inverse, int8_t *to, CodeSum
 
 // ---- segments around a middle ----
 
-inline __m512i ordered(__m512i bits) { return _mm512_xor_si512(bits, _mm512_srli_epi32(_mm512_srai_epi32(bits, 31), 1)); }
+inline __m512i ordered(__m512i bits) { return _mm512_ternarylogic_epi32(bits, _mm512_srai_epi32(bits, 31), _mm512_set1_epi32(0x7FFFFFFF), 0x78); }  // bits ^ (sign & ...)
 inline __m512i larger(__m512i a, __m512i b) { return _mm512_max_epi32(a, b); }
 inline __m512i smaller(__m512i a, __m512i b) { return _mm512_min_epi32(a, b); }
 
@@ -125,9 +110,10 @@ inline bool round_four_centered(const float *x, const float *inverse, const int3
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i, x += kCentered) {
         const __m512 by = _mm512_set1_ps(inverse[i]);
-        const __m512i less = _mm512_set1_epi32(middle[i]);
-        const auto codes = [&](int64_t at) { return _mm512_sub_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + at * kLanes), by)), less); };
-        const __m512i halves = _mm512_packs_epi16(_mm512_packs_epi32(codes(0), codes(1)), _mm512_packs_epi32(codes(2), codes(3)));
+        const __m512i less = _mm512_set1_epi16(static_cast<short>(middle[i]));
+        const auto codes = [&](int64_t at) { return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + at * kLanes), by)); };
+        const auto words = [&](int64_t at) { return _mm512_sub_epi16(_mm512_packs_epi32(codes(at), codes(at + 1)), less); };
+        const __m512i halves = _mm512_packs_epi16(words(0), words(2));
         const __m512i bytes = _mm512_permutexvar_epi32(_mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0), halves);
         _mm512_storeu_si512(to + i * kCentered, bytes);
         sum[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), bytes);

@@ -27,6 +27,23 @@ inline void store_bytes(int8_t *to, __m512i codes, int64_t inputs) {
     else _mm_storel_epi64(reinterpret_cast<__m128i *>(to), bytes);
 }
 
+// ---- four sums or extremes at once ----
+
+// Four vectors -> one of 32-bit lanes, whose 128-bit lane i is `combine` over the four of vector i
+template <typename F>
+inline __m512i quarters(__m512i a, __m512i b, __m512i c, __m512i d, const F &combine) {
+    const __m512i ab = combine(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xEE)), cd = combine(_mm512_shuffle_i64x2(c, d, 0x44), _mm512_shuffle_i64x2(c, d, 0xEE));
+    return combine(_mm512_shuffle_i64x2(ab, cd, 0x88), _mm512_shuffle_i64x2(ab, cd, 0xDD));
+}
+
+// `combine` over each 128-bit lane, the first lane's first
+template <typename F>
+inline __m128i of_quarters(__m512i v, const F &combine) {
+    v = combine(v, _mm512_shuffle_epi32(v, _MM_PERM_BADC));
+    v = combine(v, _mm512_shuffle_epi32(v, _MM_PERM_CDAB));
+    return _mm512_castsi512_si128(_mm512_permutexvar_epi32(_mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0), v));
+}
+
 // ---- products ----
 
 struct V {

@@ -14,7 +14,7 @@
 namespace qforge {
 namespace {
 
-constexpr int64_t kLeastRows = 16, kMostRows = 256;  // that share what is made of a strip
+constexpr int64_t kLeastRows = 16, kMostRows = 256;  // of a task: they share what is made of a strip
 // Of a chunk, w1 is the code of an input of the first half, w2 of the second; in a byte without sign go x1 + w2 + kFirstMore, with sign x2 + w1 - kSecondLess.
 constexpr int kFirstMore = 120, kSecondLess = 8;
 constexpr int32_t kShift = 2048;  // what makes sums of a column's products fit 16 bits

@@ -1,0 +1,61 @@
+// AMX's tiles in plain C++, by the pseudocode of Intel's manual: included before a source that uses them, it runs where there are none.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace emulated {
+
+struct Tile {
+    int rows = 0, bytes = 0;  // of a row
+    uint8_t data[16][64] = {};
+};
+
+inline thread_local Tile tiles[8];
+
+inline void configure(const void *config) {
+    const auto *bytes = static_cast<const uint8_t *>(config);
+    for (int i = 0; i < 8; ++i) {
+        uint16_t columns;
+        std::memcpy(&columns, bytes + 16 + 2 * i, 2);
+        tiles[i] = Tile{bytes[48 + i], columns};
+    }
+}
+
+inline void load(int tile, const void *from, int64_t stride) {
+    for (int r = 0; r < tiles[tile].rows; ++r) std::memcpy(tiles[tile].data[r], static_cast<const char *>(from) + r * stride, static_cast<size_t>(tiles[tile].bytes));
+}
+
+inline void store(int tile, void *to, int64_t stride) {
+    for (int r = 0; r < tiles[tile].rows; ++r) std::memcpy(static_cast<char *>(to) + r * stride, tiles[tile].data[r], static_cast<size_t>(tiles[tile].bytes));
+}
+
+inline void zero(int tile) { std::memset(tiles[tile].data, 0, sizeof(tiles[tile].data)); }
+
+// TDPBSSD; shapes that do not fit end the process, as they would raise an exception
+inline void multiply(int to, int a, int b) {
+    Tile &sum = tiles[to];
+    if (tiles[a].bytes / 4 != tiles[b].rows || tiles[a].rows != sum.rows || tiles[b].bytes != sum.bytes) __builtin_trap();
+    for (int m = 0; m < sum.rows; ++m)
+        for (int n = 0; n < sum.bytes / 4; ++n) {
+            int32_t value;
+            std::memcpy(&value, &sum.data[m][4 * n], 4);
+            for (int k = 0; k < tiles[a].bytes; ++k) value += static_cast<int8_t>(tiles[a].data[m][k]) * static_cast<int8_t>(tiles[b].data[k / 4][4 * n + k % 4]);
+            std::memcpy(&sum.data[m][4 * n], &value, 4);
+        }
+}
+
+}  // namespace emulated
+
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_zero
+#undef _tile_dpbssd
+#define _tile_loadconfig(config) emulated::configure(config)
+#define _tile_release() static_cast<void>(0)
+#define _tile_loadd(tile, from, stride) emulated::load(tile, from, stride)
+#define _tile_stored(tile, to, stride) emulated::store(tile, to, stride)
+#define _tile_zero(tile) emulated::zero(tile)
+#define _tile_dpbssd(to, a, b) emulated::multiply(to, a, b)

@@ -1,0 +1,39 @@
+"""AMX's products on tiles that plain C++ emulates (tests/native): what a CPU without AMX cannot run is run all the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from qforge.ops.native_module import instruction_sets
+
+ROOT = Path(__file__).parents[3]
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+FLAGS = ["-std=c++20", "-O2", "-ffp-contract=off", "-w", "-pthread", "-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni"]
+TILES = ["-mamx-tile", "-mamx-int8", "-mamx-bf16", "-mavx512bf16"]
+
+
+def _compile(source: Path, to: Path, *flags: str) -> Path:
+    subprocess.run([str(COMPILER), *FLAGS, *flags, "-I", str(ROOT / "kernels/include"), "-c", str(source), "-o", str(to)], check=True)
+    return to
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.skipif(not any(isa.startswith("avx512") for isa in instruction_sets()), reason="what AMX is not made for goes on to AVX-512")
+def test_products_on_emulated_tiles_have_the_bits_of_plain_code(tmp_path: Path) -> None:
+    kernels = ROOT / "kernels/cpu"
+    objects = [
+        _compile(ROOT / "tests/native/blockwise_amx_check.cpp", tmp_path / "check.o"),
+        _compile(kernels / "blockwise_amx.cpp", tmp_path / "amx.o", *TILES, "-include", str(ROOT / "tests/native/emulated_tiles.h")),
+        _compile(kernels / "blockwise_avx512_vnni.cpp", tmp_path / "avx512.o"),
+        _compile(kernels / "blockwise_portable.cpp", tmp_path / "portable.o"),
+        _compile(kernels / "cache_ahead.cpp", tmp_path / "cache.o"),
+    ]
+    program = tmp_path / "check"
+    subprocess.run([str(COMPILER), "-pthread", *map(str, objects), "-o", str(program)], check=True)
+    told = subprocess.run([str(program), "0", "300"], capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stdout) == (0, "")

@@ -2,33 +2,31 @@
 
 constexpr int64_t kLanes = 16;
 
-// e^x to about 1 ulp, exactly 0 below -87, NaN of NaN (min and max give their second argument where one is NaN); the polynomial is Cephes' expf (S. Moshier)
-inline Lanes exponential(Lanes x) {
-    const Lanes clamped = Lanes::max(Lanes::set(-87.0f), Lanes::min(Lanes::set(88.0f), x));
-    const Lanes n = Lanes::round(Lanes::mul(clamped, Lanes::set(1.44269504088896341f)));
-    Lanes r = Lanes::fma(n, Lanes::set(-0.693359375f), clamped);
-    r = Lanes::fma(n, Lanes::set(2.12194440e-4f), r);
-    Lanes p = Lanes::set(1.9875691500e-4f);
-    p = Lanes::fma(p, r, Lanes::set(1.3981999507e-3f));
-    p = Lanes::fma(p, r, Lanes::set(8.3334519073e-3f));
-    p = Lanes::fma(p, r, Lanes::set(4.1665795894e-2f));
-    p = Lanes::fma(p, r, Lanes::set(1.6666665459e-1f));
-    p = Lanes::fma(p, r, Lanes::set(5.0000001201e-1f));
-    p = Lanes::add(Lanes::fma(p, Lanes::mul(r, r), r), Lanes::set(1.0f));
-    return Lanes::zero_below(x, Lanes::set(-87.0f), Lanes::exp_scale(p, n));
+// 2^x to about 2 ulp, exactly 0 from -126 down, NaN of NaN (min gives its second argument where one is NaN); the polynomial is 2^f's of degree 5 with the least relative error for |f| <= 1/2
+inline Lanes exp2(Lanes x) {
+    const Lanes most = Lanes::min(Lanes::set(127.0f), x), n = Lanes::round(most), f = Lanes::sub(most, n);
+    Lanes p = Lanes::set(1.3276472e-3f);
+    p = Lanes::fma(p, f, Lanes::set(9.6755413e-3f));
+    p = Lanes::fma(p, f, Lanes::set(5.5507133e-2f));
+    p = Lanes::fma(p, f, Lanes::set(2.4022120e-1f));
+    p = Lanes::fma(p, f, Lanes::set(6.9314697e-1f));
+    p = Lanes::fma(p, f, Lanes::set(1.0f));
+    return Lanes::zero_below(x, Lanes::set(-126.0f), Lanes::exp_scale(p, n));
 }
 
-// Numbers [count] in place: sixteen at a time through `pack`, to 16 bits each
-template <typename Pack>
+constexpr float kLog2e = 1.44269504088896341f;
+
+// Numbers [count] in place: sixteen at a time through `pack`, to `Bytes` bytes each, and zeros up to a whole float
+template <int Bytes, typename Pack>
 inline void pack_row(float *x, int64_t count, const Pack &pack) {
     char *to = reinterpret_cast<char *>(x);
     int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) pack(Lanes::load(x + i), to + 2 * i);
+    for (; i + kLanes <= count; i += kLanes) pack(Lanes::load(x + i), to + Bytes * i);
     if (i == count) return;
     float last[kLanes] = {};
     __builtin_memcpy(last, x + i, static_cast<size_t>(count - i) * sizeof(float));
     pack(Lanes::load(last), last);
-    __builtin_memcpy(to + 2 * i, last, static_cast<size_t>(count - i) * 2);
+    __builtin_memcpy(to + Bytes * i, last, static_cast<size_t>((count - i) * Bytes + 3) / 4 * 4);
 }
 
 // What numbers are multiplied with to become integers, and what these are to be multiplied with: NaN where a number is not finite
@@ -36,30 +34,71 @@ struct Unit {
     float inverse, unit;
 };
 
-// Of numbers [count], the largest of which becomes +-`most`
-inline Unit unit_of(const float *x, int64_t count, float most) {
-    Lanes magnitude = Lanes::set(0.0f), wrong = magnitude;
+inline Lanes magnitudes(const float *x, int64_t count) {
+    Lanes magnitude = Lanes::set(0.0f);
     int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) {
-        const Lanes v = Lanes::load(x + i);
-        magnitude = Lanes::max(magnitude, Lanes::max(v, Lanes::mul(v, Lanes::set(-1.0f))));
-        wrong = Lanes::fma(v, Lanes::set(0.0f), wrong);
+    for (; i + kLanes <= count; i += kLanes) magnitude = Lanes::max_or_nan(magnitude, Lanes::load(x + i).magnitude());
+    if (i < count) {
+        float last[kLanes] = {};
+        __builtin_memcpy(last, x + i, static_cast<size_t>(count - i) * sizeof(float));
+        magnitude = Lanes::max_or_nan(magnitude, Lanes::load(last).magnitude());
     }
-    float largest = magnitude.largest(), nan = wrong.sum();
-    for (; i < count; ++i) {
-        largest = __builtin_fabsf(x[i]) > largest ? __builtin_fabsf(x[i]) : largest;
-        nan += x[i] * 0.0f;
-    }
-    const float scale = largest / most;
-    return {scale > 1e-30f ? 1.0f / scale : 0.0f, scale + nan};
+    return magnitude;
 }
 
-// Numbers [count] in place, as integers of 16 bits, ties to even; returns their unit
-inline float to_codes(float *x, int64_t count, float most) {
-    const Unit unit = unit_of(x, count, most);
-    const Lanes factor = Lanes::set(unit.inverse);
-    pack_row(x, count, [&](const Lanes &numbers, void *to) { Lanes::to_int16(Lanes::mul(numbers, factor), to); });
-    return unit.unit;
+// Of numbers the largest of which becomes +-`most`
+inline Unit unit_of(float largest, float most) {
+    const float scale = largest / most;
+    return {scale > 1e-30f ? 1.0f / scale : 0.0f, scale + largest * 0.0f};
+}
+
+// Numbers [count] in place, times a factor, as integers through `pack`, ties to even
+template <int Bytes, typename Pack>
+inline void to_codes(float *x, int64_t count, float factor, const Pack &pack) {
+    const Lanes by = Lanes::set(factor);
+    pack_row<Bytes>(x, count, [&](const Lanes &numbers, void *to) { pack(Lanes::mul(numbers, by), to); });
+}
+
+// Queries [rows][d] in place, as codes at the beginning of each row, the largest of a row +-127; units are not 0: of zeros, too, what is hidden, -infinity times that, is to stay so
+template <int Bytes, int Most, typename Pack>
+inline void query_codes(float *queries, int64_t rows, int64_t d, const Pack &pack, float *units) {
+    Lanes magnitude[Most];
+    float largest[Most];
+    for (int64_t r = 0; r < rows; ++r) magnitude[r] = magnitudes(queries + r * d, d);
+    Lanes::largest_or_nan(magnitude, rows, largest);
+    for (int64_t r = 0; r < rows; ++r) {
+        const Unit unit = unit_of(largest[r], 127.0f);
+        to_codes<Bytes>(queries + r * d, d, unit.inverse, pack);
+        units[r] = unit.unit == 0.0f ? 1.0f : unit.unit;
+    }
+}
+
+// Keys and queries [d] in int8 are turned alike before they are rounded, by a Hadamard matrix of d's power of two for each so many dimensions: outliers then spread over all of them (QuaRot, arXiv 2404.00456),
+// and products of the two stay what they were, times turned(d). In steps of one shape, so that they are vectors: the results' order is the matrix's, permuted.
+inline int64_t turned(int64_t d) { return d & -d; }
+
+inline void turn_step(const float *__restrict from, float *__restrict to, int64_t half) {
+    for (int64_t i = 0; i < half; ++i) {
+        const float a = from[i], b = from[i + half];
+        to[2 * i] = a + b;
+        to[2 * i + 1] = a - b;
+    }
+}
+
+template <int64_t N>
+inline void turn_by(float *x, int64_t n) {
+    float other[kLongestIntegerHead], *from = x, *to = other;
+    for (int64_t step = 1; step < (N ? N : n); step *= 2, std::swap(from, to)) turn_step(from, to, (N ? N : n) / 2);
+    if (from != x) __builtin_memcpy(x, from, static_cast<size_t>(n) * sizeof(float));
+}
+
+inline void turn(float *x, int64_t d) {
+    const int64_t n = turned(d);
+    for (float *end = x + d; x < end; x += n) switch (n) {
+            case 64: turn_by<64>(x, n); break;  // registers hold all of it
+            case 128: turn_by<128>(x, n); break;
+            default: turn_by<0>(x, n);
+        }
 }
 
 // Bf16 and int8: two dimensions of a key, two positions of a value side by side, which one instruction multiplies and adds
@@ -114,46 +153,88 @@ class Tiles {
     int64_t block_bytes_, block_size_, head_dim_, value_dim_, offset_;
 };
 
-// hide() where some of 16 numbers are not seen: apart, since that is rare
-[[gnu::noinline]] inline void hide_some(int64_t oldest, int64_t position, int64_t k, float *numbers, float hidden) {
-    for (int64_t j = 0; j < 16; ++j)
-        if (k + j > position || k + j < oldest) numbers[j] = hidden;
-}
+// The first position that a row sees
+inline int64_t oldest_seen(const Attention &a, int64_t position) { return a.window ? position - a.window + 1 : 0; }
+
+// Whether rows at `position` and after it, up to `last_position`, see all of `count` positions from k on
+inline bool all_seen(const Attention &a, int64_t position, int64_t last_position, int64_t k, int64_t count) { return k + count - 1 <= position && k >= oldest_seen(a, last_position); }
 
 // Of 16 numbers for positions from k on, those that a row at `position` may not see become `hidden`.
-inline void hide(const Attention &a, int64_t position, int64_t k, float *numbers, float hidden) {
-    const int64_t oldest = a.window ? position - a.window + 1 : 0;
-    if (k + 15 > position || k < oldest) [[unlikely]] hide_some(oldest, position, k, numbers, hidden);
-}
+inline Lanes seen(const Attention &a, int64_t position, int64_t k, Lanes numbers, float hidden) { return numbers.within(oldest_seen(a, position) - k, position - k, hidden); }
 
-// scores -> e^(score - largest), and one over their sum
-inline float soften_row(float *scores, int64_t count) {
+inline float largest_of_row(const float *scores, int64_t count) {
     Lanes most = Lanes::set(-__builtin_inff());
     for (int64_t k = 0; k < count; k += kLanes) most = Lanes::max(most, Lanes::load(scores + k));
-    const Lanes shift = Lanes::set(-most.largest());
-    Lanes sum = Lanes::set(0.0f);
-    for (int64_t k = 0; k < count; k += kLanes) {
-        const Lanes x = exponential(Lanes::add(Lanes::load(scores + k), shift));
-        x.store(scores + k);
-        sum = Lanes::add(sum, x);
-    }
-    return 1.0f / sum.sum();
+    return most.largest();
 }
 
-// weights [rows][stride] *= the scale of each position's value; what a row may not see stays 0, though the scale there may be NaN
-template <typename T>
-inline void scale_weights(const Attention &a, const AttentionPiece &p, int64_t rows, const int64_t *position, float *weights, int64_t stride, int64_t first, int64_t last) {
-    Tiles<T> tiles(a, p, first);
-    for (int64_t k = first; k <= last; k += 16, tiles.next()) {
-        const Lanes scale = Lanes::load(tiles.rows().value_scales);
+// What softmax takes of a row
+struct Softmax {
+    Lanes factor, shift, sum;
+
+    Softmax() = default;
+    Softmax(const float *scores, int64_t count, float unit)
+        : factor(Lanes::set(unit * kLog2e)), shift(Lanes::set(-largest_of_row(scores, count) * (unit * kLog2e))), sum(Lanes::set(0.0f)) {}
+    Lanes operator()(const float *scores) {
+        const Lanes x = exp2(Lanes::fma(Lanes::load(scores), factor, shift));
+        sum = Lanes::add(sum, x);
+        return x;
+    }
+};
+
+// scores -> e^(unit (score - largest)), and one over their sum
+inline float soften_row(float *scores, int64_t count, float unit) {
+    Softmax softmax(scores, count, unit);
+    for (int64_t k = 0; k < count; k += kLanes) softmax(scores + k).store(scores + k);
+    return 1.0f / softmax.sum.sum();
+}
+
+// What scores are multiplied by, but for units of queries and scales of keys
+inline float score_scale(const Attention &a) { return a.scale * a.cache.key_scale / static_cast<float>(a.cache.type == CacheType::I8 ? turned(a.cache.head_dim) : 1); }
+
+// Scores [rows][stride] of the positions [first, last + 16), with `unit` each -> put(row, position, 16 codes) of weights times the scales of values, rounded for each span, the largest 255; their units
+// [spans][Stride], and one over the sum of weights. What a row may not see stays 0, though the scale there may be NaN.
+template <int Stride, typename Put>
+inline void soften_codes(const Attention &a, const AttentionPiece &p, int64_t rows, const int64_t *position, const float *unit, int64_t first, int64_t last, float *scores, int64_t stride, float *units,
+                         float *factor, const Put &put) {
+    Softmax softmax[Stride];
+    Lanes largest[Stride];
+    for (int64_t r = 0; r < rows; ++r) softmax[r] = Softmax(scores + r * stride, last - first + 16, unit[r]);
+    Tiles<int8_t> tiles(a, p, first);
+    for (int64_t k = first, end; k <= last; k = end, units += Stride) {
+        end = std::min((k / kSpan + 1) * kSpan, last + 16);
+        const int64_t count = (end - k) / 16;
+        Rows<int8_t> at[kSpan / 16];
+        for (int64_t i = 0; i < count; ++i, tiles.next()) at[i] = tiles.rows();
+        const bool all = all_seen(a, position[0], position[rows - 1], k, end - k);
+        float *span = scores + (k - first);
         for (int64_t r = 0; r < rows; ++r) {
-            float *w = weights + r * stride + (k - first);
-            Lanes::mul(Lanes::load(w), scale).store(w);
-            hide(a, position[r], k, w, 0.0f);
+            float *s = span + r * stride;
+            largest[r] = Lanes::set(0.0f);
+            for (int64_t i = 0; i < count; ++i) {
+                Lanes x = Lanes::mul(softmax[r](s + i * 16), Lanes::load(at[i].value_scales));
+                if (!all) x = seen(a, position[r], k + i * 16, x, 0.0f);
+                x.store(s + i * 16);
+                largest[r] = Lanes::max_or_nan(largest[r], x);
+            }
+        }
+        float most[Stride];
+        Lanes::largest_or_nan(largest, rows, most);
+        for (int64_t r = 0; r < rows; ++r) {
+            const Lanes inverse = Lanes::set(most[r] > 1e-30f ? 255.0f / most[r] : 0.0f);
+            for (int64_t i = 0; i < count; ++i) put(r, k + i * 16, Lanes::mul(Lanes::load(span + r * stride + i * 16), inverse));
+            units[r] = most[r] * (1.0f / 255.0f);
         }
     }
+    for (int64_t r = 0; r < rows; ++r) factor[r] = 1.0f / softmax[r].sum.sum();
 }
 
-// Positions whose sums stay exact in 32 bits: of integers, 512 x 127 x 32767
+// weights of a row from `first` on *= the scale of each position's value; what a row may not see stays 0, though the scale there may be NaN
 template <typename T>
-constexpr int64_t kSpan = std::is_same_v<T, int8_t> ? 512 : INT64_MAX / 2;
+inline void scale_weights(const Attention &a, const AttentionPiece &p, int64_t position, float *weights, int64_t first, int64_t last) {
+    Tiles<T> tiles(a, p, first);
+    for (int64_t k = first; k <= last; k += 16, tiles.next(), weights += 16) {
+        const Lanes x = Lanes::mul(Lanes::load(weights), Lanes::load(tiles.rows().value_scales));
+        seen(a, position, k, x, 0.0f).store(weights);
+    }
+}

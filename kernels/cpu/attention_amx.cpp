@@ -1,7 +1,8 @@
 // Attention of many rows over a cache in int8 by AMX (compiled with its flags; called only where CPUID and the system have it): what layers.inl does, bit for bit, since its products are exact.
-// Queries and the weights of values are integers of 16 bits: 256 * high byte (signed) + low byte (unsigned), each of which one instruction multiplies with 64 x 16 bytes of keys or values.
+// One instruction multiplies 16 rows of 64 bytes, of queries or of the weights of values, with 64 x 16 bytes of keys or values.
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
 #include "amx_config.inl"
 #include "qforge/layers.h"
@@ -19,46 +20,28 @@ constexpr TileConfig kConfig{.columns = {64, 64, 64, 64, 64, 64, 64, 64}, .rows 
 
 inline int64_t whole(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
-// Integers of 16 bits as bytes
-struct Bytes {
-    int8_t *high;
-    uint8_t *low;
-
-    // What numbers [count], a multiple of 16, become, and zeros up to a multiple of 64; returns their unit
-    float put(int64_t at, const float *x, int64_t count) const {
-        const Unit unit = unit_of(x, count, 32767.0f);
-        const __m512 factor = _mm512_set1_ps(unit.inverse);
-        for (int64_t i = 0; i < whole(count, kDepth); i += 16) {
-            const __m512i code = i < count ? _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), factor)) : _mm512_setzero_si512();
-            _mm_storeu_si128(reinterpret_cast<__m128i *>(high + at + i), _mm512_cvtepi32_epi8(_mm512_srai_epi32(code, 8)));
-            _mm_storeu_si128(reinterpret_cast<__m128i *>(low + at + i), _mm512_cvtepi32_epi8(code));
-        }
-        return unit.unit;
-    }
-};
-
 // Two rows of 16 pairs -> 16 times four side by side
 inline __m512i fours(__m512i pairs) {
     alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), pairs);
 }
 
-// 16 sums of products with high and low bytes -> with integers
-inline Lanes join(const int32_t *high, const int32_t *low) {
-    return {_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(high), 8), _mm512_load_si512(low)))};
-}
+inline Lanes numbers(const int32_t *sums) { return {_mm512_cvtepi32_ps(_mm512_load_si512(sums))}; }
+
+using Sums = int32_t[16][16];
 
 // What a group of 16 rows works in
 struct Room {
-    int64_t stride;              // of scores and weights: positions, a multiple of 64
-    float *scores;               // [16][stride]
-    Bytes queries, weights;      // [16][head_dim], [16][stride]
-    int8_t *panel;               // [head_dim / 64 or 2][64 / 4][16][4]
-    int32_t (*sums)[2][16][16];  // [2] of high and low bytes
+    int64_t stride;       // of scores and weights: positions, a multiple of 64
+    float *scores;        // [16][stride]; then weights, a byte each, at the beginning of each row
+    float *units;         // [stride / 64][16], of weights
+    float *queries;       // [16][head_dim]; then codes, a byte each, at the beginning of each row
+    int8_t *panels;       // [head_dim / 64 or 2][64 / 4][16][4]
+    Sums *sums;           // [4]
 
     static int64_t bytes(int64_t head_dim, int64_t positions) {
-        const int64_t stride = whole(positions, kDepth);
-        return kGroup * (stride * static_cast<int64_t>(sizeof(float)) + 2 * (head_dim + stride)) + std::max<int64_t>(2, head_dim / kDepth) * kPanel + 2 * static_cast<int64_t>(sizeof(int32_t[2][16][16]));
+        const int64_t stride = whole(positions, kDepth), floats = static_cast<int64_t>(sizeof(float));
+        return kGroup * (stride * floats + stride / kDepth * floats + head_dim * floats) + std::max<int64_t>(2, head_dim / kDepth) * kPanel + 4 * static_cast<int64_t>(sizeof(Sums));
     }
     Room(float *scratch, int64_t head_dim, int64_t positions) : stride(whole(positions, kDepth)) {
         auto *next = reinterpret_cast<char *>(scratch);
@@ -67,42 +50,36 @@ struct Room {
             next += bytes;
             return taken;
         };
-        scores = reinterpret_cast<float *>(take(kGroup * stride * static_cast<int64_t>(sizeof(float))));
-        sums = reinterpret_cast<int32_t(*)[2][16][16]>(take(2 * static_cast<int64_t>(sizeof(int32_t[2][16][16]))));
-        queries = {reinterpret_cast<int8_t *>(take(kGroup * head_dim)), reinterpret_cast<uint8_t *>(take(kGroup * head_dim))};
-        weights = {reinterpret_cast<int8_t *>(take(kGroup * stride)), reinterpret_cast<uint8_t *>(take(kGroup * stride))};
-        panel = reinterpret_cast<int8_t *>(take(std::max<int64_t>(2, head_dim / kDepth) * kPanel));
+        const int64_t floats = static_cast<int64_t>(sizeof(float));
+        scores = reinterpret_cast<float *>(take(kGroup * stride * floats));
+        sums = reinterpret_cast<Sums *>(take(4 * static_cast<int64_t>(sizeof(Sums))));
+        units = reinterpret_cast<float *>(take(kGroup * stride / kDepth * floats));
+        queries = reinterpret_cast<float *>(take(kGroup * head_dim * floats));
+        panels = reinterpret_cast<int8_t *>(take(std::max<int64_t>(2, head_dim / kDepth) * kPanel));
     }
 };
 
-// Scores of `rows` rows and the 16 keys from k on, of which the products with both bytes are in `sums`
-inline void scores_of(const Attention &a, const Rows<int8_t> &at, const int32_t (&sums)[2][16][16], int64_t rows, const float *units, const int64_t *position, int64_t k, float *scores,
-                      int64_t stride) {
-    Lanes scale = Lanes::set(a.scale * a.cache.key_scale);
-    if (a.cache.scaled) scale = Lanes::mul(scale, Lanes::load(at.key_scales));
+// Scores of `rows` rows and the 16 keys from k on, of which the products are in `sums`, in units of the rows
+inline void scores_of(const Attention &a, const Rows<int8_t> &at, const Sums &sums, int64_t rows, const int64_t *position, int64_t k, float *scores, int64_t stride) {
+    const Lanes scale = Lanes::mul(Lanes::set(score_scale(a)), Lanes::load(at.key_scales));
     for (int64_t r = 0; r < rows; ++r) {
         float *s = scores + r * stride + k;
-        Lanes::mul(Lanes::mul(join(sums[0][r], sums[1][r]), Lanes::set(units[r])), scale).store(s);
-        hide(a, position[r], k, s, -__builtin_inff());
+        seen(a, position[r], k, Lanes::mul(numbers(sums[r]), scale), -__builtin_inff()).store(s);
     }
 }
 
-void score_group(const Attention &a, const AttentionPiece &p, const Room &room, int64_t rows, const float *units, const int64_t *position, int64_t last) {
+void score_group(const Attention &a, const AttentionPiece &p, const Room &room, int64_t rows, const int64_t *position, int64_t last) {
     const int64_t d = a.cache.head_dim;
-    const auto multiply = [&](const Rows<int8_t> &at, int32_t (&sums)[2][16][16]) {
-        for (int64_t i = 0; i < d; i += 4) _mm512_store_si512(room.panel + i * 16, fours(_mm512_loadu_si512(at.keys + i * 16)));
+    const auto multiply = [&](const Rows<int8_t> &at, Sums &sums) {
+        for (int64_t i = 0; i < d; i += 4) _mm512_store_si512(room.panels + i * 16, fours(_mm512_loadu_si512(at.keys + i * 16)));
         written_for_tiles();
         _tile_zero(0);
-        _tile_zero(1);
         for (int64_t i = 0; i < d; i += kDepth) {
-            _tile_loadd(4, room.panel + i * 16, 64);
-            _tile_loadd(2, room.queries.high + i, d);
-            _tile_loadd(3, room.queries.low + i, d);
+            _tile_loadd(2, reinterpret_cast<const int8_t *>(room.queries) + i, d * static_cast<int64_t>(sizeof(float)));
+            _tile_loadd(4, room.panels + i * 16, 64);
             _tile_dpbssd(0, 2, 4);
-            _tile_dpbusd(1, 3, 4);
         }
-        _tile_stored(0, sums[0][0], 64);
-        _tile_stored(1, sums[1][0], 64);
+        _tile_stored(0, sums[0], 64);
     };
     Tiles<int8_t> tiles(a, p, 0);
     Rows<int8_t> at = tiles.rows();
@@ -114,7 +91,7 @@ void score_group(const Attention &a, const AttentionPiece &p, const Room &room, 
             at = tiles.rows();
             multiply(at, room.sums[(k / 16 + 1) % 2]);
         }
-        scores_of(a, now, room.sums[k / 16 % 2], rows, units, position, k, room.scores, room.stride);
+        scores_of(a, now, room.sums[k / 16 % 2], rows, position, k, room.scores, room.stride);
     }
 }
 
@@ -128,42 +105,36 @@ inline void gather_values(const Rows<int8_t> *at, int64_t tiles, int64_t wide, i
         }
 }
 
-// out[r] = weights x values, times factor[r], for the 32 columns from i on
+// out[r] = weights x values, times units and factor[r], for the 32 columns from i on
 void mix_group(const Attention &a, const AttentionPiece &p, const Room &room, int64_t rows, const float *factor, int64_t last, int64_t i, float *const *out) {
     const int64_t wide = a.cache.value_dim();
     Lanes total[2][kGroup];
     for (Lanes(&columns)[kGroup] : total)
         for (Lanes &t : columns) t = Lanes::set(0.0f);
     Tiles<int8_t> tiles(a, p, 0);
-    for (int64_t k = 0; k <= last;) {
-        const int64_t end = (k / kSpan<int8_t> + 1) * kSpan<int8_t>;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(6);
-        _tile_zero(7);
-        for (; k <= last && k < end; k += kDepth) {
-            Rows<int8_t> at[4];
-            const int64_t count = std::min<int64_t>(4, (last - k) / 16 + 1);
-            for (int64_t t = 0; t < count; ++t, tiles.next()) at[t] = tiles.rows();
-            gather_values(at, count, wide, i, room.panel);
-            gather_values(at, count, wide, i + 16, room.panel + kPanel);
-            written_for_tiles();
-            _tile_loadd(2, room.weights.high + k, room.stride);
-            _tile_loadd(3, room.weights.low + k, room.stride);
-            _tile_loadd(4, room.panel, 64);
-            _tile_loadd(5, room.panel + kPanel, 64);
-            _tile_dpbssd(0, 2, 4);
-            _tile_dpbusd(1, 3, 4);
-            _tile_dpbssd(6, 2, 5);
-            _tile_dpbusd(7, 3, 5);
-            written_for_tiles();  // and that they read it before it is written again
+    const auto multiply = [&](int64_t k) {
+        Sums *sums = room.sums + k / kDepth % 2 * 2;
+        Rows<int8_t> at[4];
+        const int64_t count = std::min<int64_t>(4, (last - k) / 16 + 1);
+        for (int64_t t = 0; t < count; ++t, tiles.next()) at[t] = tiles.rows();
+        gather_values(at, count, wide, i, room.panels);
+        gather_values(at, count, wide, i + 16, room.panels + kPanel);
+        written_for_tiles();
+        _tile_loadd(2, reinterpret_cast<const uint8_t *>(room.scores) + k, room.stride * static_cast<int64_t>(sizeof(float)));
+        for (int m = 0; m < 2; ++m) {
+            _tile_zero(0);
+            _tile_loadd(4, room.panels + m * kPanel, 64);
+            _tile_dpbusd(0, 2, 4);
+            _tile_stored(0, sums[m], 64);
         }
-        _tile_stored(0, room.sums[0][0][0], 64);
-        _tile_stored(1, room.sums[0][1][0], 64);
-        _tile_stored(6, room.sums[1][0][0], 64);
-        _tile_stored(7, room.sums[1][1][0], 64);
+        written_for_tiles();  // and that they read it before it is written again
+    };
+    multiply(0);
+    for (int64_t k = 0; k <= last; k += kDepth) {
+        if (k + kDepth <= last) multiply(k + kDepth);
         for (int m = 0; m < 2; ++m)
-            for (int64_t r = 0; r < rows; ++r) total[m][r] = Lanes::add(total[m][r], join(room.sums[m][0][r], room.sums[m][1][r]));
+            for (int64_t r = 0; r < rows; ++r)
+                total[m][r] = Lanes::fma(numbers(room.sums[k / kDepth % 2 * 2 + m][r]), Lanes::set(room.units[k / kDepth * kGroup + r]), total[m][r]);
     }
     for (int m = 0; m < 2; ++m)
         for (int64_t r = 0; r < rows; ++r) Lanes::mul(total[m][r], Lanes::set(factor[r])).store(out[r] + i + 16 * m);
@@ -172,7 +143,7 @@ void mix_group(const Attention &a, const AttentionPiece &p, const Room &room, in
 // `rows` <= 16 rows: row numbers count positions of the piece, and within each the heads of the group
 void attend_group(const Attention &a, const AttentionPiece &p, int64_t row, int64_t rows, float *scratch) {
     const int64_t d = a.cache.head_dim, group = a.heads / a.cache.kv_heads;
-    float *out[kGroup], units[kGroup], factor[kGroup];
+    float *out[kGroup], unit[kGroup], factor[kGroup];
     int64_t position[kGroup];
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t token = p.query + (row + r) / group;
@@ -183,14 +154,14 @@ void attend_group(const Attention &a, const AttentionPiece &p, int64_t row, int6
     const Room room(scratch, d, count);
     for (int64_t r = 0; r < rows; ++r) {
         const float *q = a.qkv + (p.query + (row + r) / group) * a.row_stride() + (p.kv_head * group + (row + r) % group) * d;
-        units[r] = room.queries.put(r * d, q, d);
+        std::copy_n(q, d, room.queries + r * d);
     }
-    score_group(a, p, room, rows, units, position, last);
-    for (int64_t r = 0; r < rows; ++r) factor[r] = soften_row(room.scores + r * room.stride, count);
-    if (a.cache.scaled) scale_weights<int8_t>(a, p, rows, position, room.scores, room.stride, 0, last);
-    for (int64_t r = 0; r < rows; ++r) {
-        factor[r] *= room.weights.put(r * room.stride, room.scores + r * room.stride, count) * a.cache.value_scale;
-    }
+    query_codes<1, kGroup>(room.queries, rows, d, [](const Lanes &x, void *to) { Lanes::to_bytes(x, to); }, unit);
+    score_group(a, p, room, rows, position, last);
+    const auto codes = [&](int64_t r, int64_t k) { return reinterpret_cast<char *>(room.scores + r * room.stride) + k; };
+    soften_codes<kGroup>(a, p, rows, position, unit, 0, last, room.scores, room.stride, room.units, factor, [&](int64_t r, int64_t k, const Lanes &x) { Lanes::to_bytes(x, codes(r, k)); });
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t k = count; k < room.stride; k += 16) Lanes::to_bytes(Lanes::set(0.0f), codes(r, k));
     for (int64_t i = 0; i < d; i += 32) mix_group(a, p, room, rows, factor, last, i, out);
 }
 

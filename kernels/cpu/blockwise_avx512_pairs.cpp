@@ -63,8 +63,8 @@ struct PairedProduct {
     template <int R, int T>
     void compute(int64_t row, int64_t tile) { p.weight->block_k == kCentered ? compute<true, R, T>(row, tile) : compute<false, R, T>(row, tile); }
 
-    template <bool One, int R, int T>  // One: a block is a segment
-    void compute(int64_t row, int64_t tile) {
+    template <bool One, int R, int T>  // One: a block is a segment. Not in line: with 3 rows, weights would lie on the stack
+    [[gnu::noinline]] void compute(int64_t row, int64_t tile) {
         const Weight &w = *p.weight;
         const int64_t inputs = w.inputs(), segments = inputs / kCentered;
         const int8_t *x = p.rounded.codes + row * inputs;

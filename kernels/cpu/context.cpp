@@ -282,14 +282,25 @@ void Context::bring_nothing() {
     std::fill(cache_ahead_.begin(), cache_ahead_.end(), CacheAhead());
 }
 
-void Context::attention(const Attention &a, int64_t tokens, const int32_t *query_starts, int64_t sequences) {
+void Context::attention(const Attention &a, const int32_t *query_starts, int64_t sequences) {
     const auto held = turn();
     bring_nothing();
-    split_rows(tokens, worth_handing_over(a.row_stride()), [&](int64_t first, int64_t end) { layers_->rotate_and_store(a, first, end); });
-    for (int64_t s = 0; s < sequences; ++s) {
+    const int64_t together = pieces_of_task(a, sequences);
+    const auto store = [&](int64_t first, int64_t end) { layers_->rotate_and_store(a, first, end); };
+    const auto clear = [&](int64_t s) {
         const int64_t last = query_starts[s + 1] - 1;
         if (last > query_starts[s] || a.positions[last] % 16 == 0) layers_->clear_after(a, last);  // a tile that an earlier step began is clear already
+    };
+    // A sequence's only query, where one task has all heads, is stored by that task.
+    const auto stored_by_task = [&](int64_t s) { return together == a.cache.kv_heads && query_starts[s + 1] - query_starts[s] == 1; };
+    for (int64_t s = 0; s < sequences;) {
+        const int64_t first = query_starts[s];
+        for (; s < sequences && !stored_by_task(s); ++s) {}
+        split_rows(query_starts[s] - first, worth_handing_over(a.row_stride()), [&](int64_t row, int64_t end) { store(first + row, first + end); });
+        for (; s < sequences && stored_by_task(s); ++s) {}
     }
+    for (int64_t s = 0; s < sequences; ++s)
+        if (!stored_by_task(s)) clear(s);
     int64_t longest = 0;
     for (int64_t s = 0; s < sequences; ++s) longest = std::max(longest, a.positions[query_starts[s + 1] - 1] + 1);
     int64_t bytes = attention_scratch_floats(a, longest) * static_cast<int64_t>(sizeof(float));
@@ -300,10 +311,14 @@ void Context::attention(const Attention &a, int64_t tokens, const int32_t *query
     for (int64_t s = 0; s < sequences; ++s)
         for (int64_t h = 0; h < a.cache.kv_heads; ++h)
             for (int64_t q = query_starts[s]; q < query_starts[s + 1]; q += queries) pieces.push_back({q, std::min<int64_t>(q + queries, query_starts[s + 1]), s, h});
-    const int64_t together = pieces_of_task(a, sequences), count = static_cast<int64_t>(pieces.size());
+    const auto count = static_cast<int64_t>(pieces.size());
     tasks((count + together - 1) / together, [&](int64_t task, int thread) {
         for (int64_t at = task * together; at < std::min((task + 1) * together, count); ++at) {
             const AttentionPiece &piece = pieces[static_cast<size_t>(at)];
+            if (piece.kv_head == 0 && stored_by_task(piece.sequence)) {
+                store(piece.query, piece.query_end);
+                clear(piece.sequence);
+            }
             const auto attend = tiles_ && tiles_->takes(a, piece) ? tiles_->attend : layers_->attend;
             attend(a, piece, scratch_[thread].get());
         }

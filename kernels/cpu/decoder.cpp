@@ -168,7 +168,7 @@ void Decoder::logits(const Step &step, float *logits) {
         const Layer &layer = layers_[i];
         const Layer *next = i + 1 < layers_.size() ? &layers_[i + 1] : nullptr;
         product(layer.qkv, next_.get(), rows, wide_.get(), before);
-        context_.attention(attention_of(layer, step), rows, step.query_starts, step.sequences);
+        context_.attention(attention_of(layer, step), step.query_starts, step.sequences);
         if (next) bring(layer, *next, step);
         else rows = keep(step, layer.heads * layer.cache.head_dim);
         product(layer.output, narrow_.get(), rows, branch_.get());

@@ -1,8 +1,9 @@
 // The functions of layers.h, written once over `Lanes` (16 floats), which the including file defines for its instruction set.
-// Lanes: sum() of lanes i and i + 8, then of neighbours, neighbouring pairs, and halves; largest(); load (floats, halves, FP8 codes divided by kFp8), store, set, fma(a, b, c) = a b + c, add, mul, div, max, exp_scale(p, n) = p 2^n for integral n, round,
+// Lanes: sum() of lanes i and i + 8, then of neighbours, neighbouring pairs, and halves; largest(); load (floats, halves, FP8 codes divided by kFp8), store, set, fma(a, b, c) = a b + c, add, sub, mul, div, min, max,
+//        max_or_nan and largest_or_nan (of numbers from +0 up, or NaN, which then is the result), within(first, last, other) = only lanes [first, last] of it, exp_scale(p, n) = p 2^n for integral n, round,
 //        zero_below(x, limit, y) = x <= limit ? 0 : y, to_bf16 and to_int16 (16 numbers, ties to even, into 32 bytes). to_half(x): the nearest half, ties to even.
-// Also in the including file: kSums, how many sums over 16 columns registers hold; and, both over 16 pairs of columns and one pair of a row, which lies in a float as prepare()
-// packs it (see Fmas for the interface): IntegerDots, exact; Bf16Dots: in fp32, the second product is added first, then the first (as AVX512-BF16 does).
+// Also in the including file: kSums, how many sums over 16 columns registers hold; and, over 16 columns and as many codes of a row as a float holds, which prepare() packs (see Fmas for the interface):
+// KeyDots and ValueDots of int8, exact; Bf16Dots: in fp32, the second product is added first, then the first (as AVX512-BF16 does).
 
 #include "attention.inl"
 
@@ -40,11 +41,11 @@ void residual(const ResidualRows &r, int64_t row, int64_t row_end) {
 
 inline Lanes activate(Activation kind, Lanes x) {
     const Lanes one = Lanes::set(1.0f);
-    if (kind == Activation::SILU) return Lanes::div(x, Lanes::add(one, exponential(Lanes::mul(x, Lanes::set(-1.0f)))));
+    if (kind == Activation::SILU) return Lanes::div(x, Lanes::add(one, exp2(Lanes::mul(x, Lanes::set(-kLog2e)))));
     // x/2 (1 + tanh(u)) = x / (1 + e^(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3)
     const Lanes cube = Lanes::mul(Lanes::mul(x, x), x);
     const Lanes u = Lanes::mul(Lanes::set(0.7978845608028654f), Lanes::fma(Lanes::set(0.044715f), cube, x));
-    return Lanes::div(x, Lanes::add(one, exponential(Lanes::mul(u, Lanes::set(-2.0f)))));
+    return Lanes::div(x, Lanes::add(one, exp2(Lanes::mul(u, Lanes::set(-2.0f * kLog2e)))));
 }
 
 void gate(const GateRows &g, int64_t row, int64_t row_end) {
@@ -113,20 +114,6 @@ inline float put(Bf16 *to, const float *from, int64_t d, float, Place place) {
 }
 
 template <typename Place>
-inline float put(int8_t *to, const float *from, int64_t d, float, Place place) {
-    float codes[kLongestIntegerHead];
-    __builtin_memcpy(codes, from, static_cast<size_t>(d) * sizeof(float));
-    const float scale = to_codes(codes, d, 127.0f);
-    const char *low = reinterpret_cast<const char *>(codes);
-    for (int64_t i = 0; i < d; ++i) {
-        int16_t code;
-        __builtin_memcpy(&code, low + 2 * i, 2);
-        to[place(i)] = static_cast<int8_t>(code);
-    }
-    return scale;
-}
-
-template <typename Place>
 inline float put(Fp8 *to, const float *from, int64_t d, float scale, Place place) {
     if (scale == 0.0f) {
         const float largest = largest_of(from, d);
@@ -134,6 +121,19 @@ inline float put(Fp8 *to, const float *from, int64_t d, float scale, Place place
     }
     for (int64_t i = 0; i < d; ++i) to[place(i)] = to_fp8(from[i] / scale);
     return scale;
+}
+
+// The same for int8: codes of a key in pairs, of a value one by one
+inline float round_row(const float *from, int64_t d, int8_t *codes) {
+    float numbers[kLongestIntegerHead];
+    __builtin_memcpy(numbers, from, static_cast<size_t>(d) * sizeof(float));
+    float largest;
+    const Lanes magnitude = magnitudes(from, d);
+    Lanes::largest_or_nan(&magnitude, 1, &largest);
+    const Unit unit = unit_of(largest, 127.0f);
+    to_codes<1>(numbers, d, unit.inverse, [](const Lanes &x, void *to) { Lanes::to_bytes(x, to); });
+    __builtin_memcpy(codes, numbers, static_cast<size_t>(d));
+    return unit.unit;
 }
 
 template <typename T>
@@ -144,8 +144,18 @@ void store_token(const Attention &a, int64_t token, const float *row) {
         const float *key = row + (a.heads + h) * d, *value = row + (a.heads + c.kv_heads + h) * d;
         constexpr int64_t n = kTogether<T>;
         const Rows<T> at = rows_at<T>(c, block, h, offset - k);
-        const float key_scale = put(at.keys + k * n, key, d, c.scaled ? 0.0f : c.key_scale, [](int64_t i) { return i / n * 16 * n + i % n; });
-        const float value_scale = put(at.values + k / n * n * c.value_dim() + k % n, value, d, c.scaled ? 0.0f : c.value_scale, [](int64_t i) { return i * n; });
+        T *keys = at.keys + k * n, *values = at.values + k / n * n * c.value_dim() + k % n;
+        float key_scale, value_scale;
+        if constexpr (std::is_same_v<T, int8_t>) {
+            int8_t codes[kLongestIntegerHead];
+            key_scale = round_row(key, d, codes);
+            for (int64_t i = 0; i < d / 2; ++i) __builtin_memcpy(keys + i * 32, codes + 2 * i, 2);
+            value_scale = round_row(value, d, codes);
+            for (int64_t i = 0; i < d; ++i) values[2 * i] = codes[i];
+        } else {
+            key_scale = put(keys, key, d, c.scaled ? 0.0f : c.key_scale, [](int64_t i) { return i / n * 16 * n + i % n; });
+            value_scale = put(values, value, d, c.scaled ? 0.0f : c.value_scale, [](int64_t i) { return i * n; });
+        }
         if (c.scaled) {
             at.key_scales[k] = key_scale;
             at.value_scales[k] = value_scale;
@@ -189,6 +199,7 @@ void rotate_and_store(const Attention &a, int64_t token, int64_t token_end) {
             const float *weight = h < a.heads ? a.q_norm : a.k_norm;
             if (weight) norm_row(row + h * d, weight, row + h * d, d, a.norm_eps);
             rotate(row + h * d, cosine, sine, half);
+            if (c.type == CacheType::I8) turn(row + h * d, d);
         }
         switch (c.type) {
             case CacheType::F32: store_token<float>(a, token, row); break;
@@ -212,16 +223,24 @@ inline void fetch(const void *rows, int64_t bytes) {
 template <typename T>
 struct Fmas {
     using Columns = Lanes;
+    static constexpr int64_t kCodes = 1;  // of a row, that lie in a float
     Lanes v = Lanes::set(0.0f);
-    static Columns load(const T *p) { return Lanes::load(p); }
-    void add(const Columns &c, float x) { v = Lanes::fma(Lanes::set(x), c, v); }
-    Lanes get() const { return v; }
+    static void starts_of(const float *, int64_t rows, int64_t, int32_t *starts) { std::fill_n(starts, rows, 0); }  // what sums of prepared queries begin with
+    static Columns key(const T *p) { return Lanes::load(p); }
+    static Columns value(const T *p, int64_t) { return Lanes::load(p); }
+    void add(const Columns &c, const float &x) { v = Lanes::fma(Lanes::set(x), c, v); }
+    Lanes get(int32_t = 0) const { return v; }
 };
 
-template <typename T>
-using Sums = std::conditional_t<std::is_same_v<T, int8_t>, IntegerDots, std::conditional_t<std::is_same_v<T, Bf16>, Bf16Dots, Fmas<T>>>;
+template <typename T, typename Integers>
+using Dots = std::conditional_t<std::is_same_v<T, int8_t>, Integers, std::conditional_t<std::is_same_v<T, Bf16>, Bf16Dots, Fmas<T>>>;
 
-// Queries or weights [count] in place, as Sums<T> takes them; returns what the sums are to be multiplied by.
+template <typename T>
+using KeySums = Dots<T, KeyDots>;
+template <typename T>
+using ValueSums = Dots<T, ValueDots>;
+
+// Queries or weights [count] in place, but for int8's, as sums take them; returns what the sums are to be multiplied by.
 template <typename T>
 inline float prepare(float *, int64_t, T) {
     return 1.0f;
@@ -230,11 +249,9 @@ inline float prepare(float *, int64_t, T) {
 inline float prepare(float *, int64_t, Fp8) { return kFp8; }
 
 inline float prepare(float *x, int64_t count, Bf16) {
-    pack_row(x, count, [](const Lanes &v, void *to) { Lanes::to_bf16(v, to); });
+    pack_row<2>(x, count, [](const Lanes &v, void *to) { Lanes::to_bf16(v, to); });
     return 1.0f;
 }
-
-inline float prepare(float *x, int64_t count, int8_t) { return to_codes(x, count, 32767.0f); }
 
 // Rows go over several tiles of keys, or of columns of values, at once, where registers hold their sums (kSums): a sum waits for itself.
 constexpr int together(int rows) { return kSums >= 4 * rows ? 4 : kSums >= 2 * rows ? 2 : 1; }
@@ -248,32 +265,34 @@ inline void interleave(const float *rows, int64_t stride, int64_t count, float *
 
 // score_rows for N tiles of 16 keys, the first of them k
 template <typename T, int R, int N>
-inline void score_tiles(const Attention &a, const float *query, const float *units, const int64_t *position, const Rows<T> (&at)[N], int64_t k, float *scores, int64_t stride) {
-    const int64_t d = a.cache.head_dim;
-    Sums<T> sums[N][R];
-    for (int64_t i = 0; i < d / kTogether<T>; ++i, query += R)
+inline void score_tiles(const Attention &a, const float *query, const int32_t *starts, const int64_t *position, const Rows<T> (&at)[N], int64_t k, float *scores, int64_t stride) {
+    constexpr int64_t codes = KeySums<T>::kCodes;
+    KeySums<T> sums[N][R];
+    for (int64_t i = 0; i < a.cache.head_dim; i += codes, query += R)
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
-            const auto columns = Sums<T>::load(at[n].keys + i * 16 * kTogether<T>);
+            const auto columns = KeySums<T>::key(at[n].keys + i * 16);
 #pragma GCC unroll 6
             for (int r = 0; r < R; ++r) sums[n][r].add(columns, query[r]);
         }
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n, k += 16, scores += 16) {
-        Lanes scale = Lanes::set(a.scale * a.cache.key_scale);
+    for (int n = 0; n < N; ++n) {
+        Lanes scale = Lanes::set(score_scale(a));
         if (a.cache.scaled) scale = Lanes::mul(scale, Lanes::load(at[n].key_scales));
 #pragma GCC unroll 6
-        for (int r = 0; r < R; ++r) {
-            float *s = scores + r * stride;
-            Lanes::mul(Lanes::mul(sums[n][r].get(), Lanes::set(units[r])), scale).store(s);
-            hide(a, position[r], k, s, -__builtin_inff());
-        }
+        for (int r = 0; r < R; ++r) Lanes::mul(sums[n][r].get(starts[r]), scale).store(scores + r * stride + n * 16);
     }
+    if (!all_seen(a, position[0], position[R - 1], k, N * 16))
+        for (int n = 0; n < N; ++n)
+            for (int r = 0; r < R; ++r) {
+                float *s = scores + r * stride + n * 16;
+                seen(a, position[r], k + n * 16, Lanes::load(s), -__builtin_inff()).store(s);
+            }
 }
 
-// scores [R][stride] of the keys [first, last + 16) for R prepared query rows, interleaved, times units [R]; what a row may not see becomes -infinity
+// scores [R][stride] of the keys [first, last + 16) for R prepared query rows, interleaved, in units of theirs; what a row may not see becomes -infinity
 template <typename T, int R>
-void score_rows(const Attention &a, const AttentionPiece &p, const float *query, const float *units, const int64_t *position, int64_t first, int64_t last, bool cold, float *scores,
+[[gnu::noinline]] void score_rows(const Attention &a, const AttentionPiece &p, const float *query, const int32_t *starts, const int64_t *position, int64_t first, int64_t last, bool cold, float *scores,
                 int64_t stride) {
     constexpr int N = together(R);
     Tiles<T> tiles(a, p, first), ahead = tiles;
@@ -288,44 +307,51 @@ void score_rows(const Attention &a, const AttentionPiece &p, const float *query,
     for (; k + 16 * (N - 1) <= last; k += 16 * N) {
         Rows<T> at[N];
         for (Rows<T> &rows : at) rows = take();
-        score_tiles<T, R, N>(a, query, units, position, at, k, scores + (k - first), stride);
+        score_tiles<T, R, N>(a, query, starts, position, at, k, scores + (k - first), stride);
     }
     for (; k <= last; k += 16) {
         const Rows<T> at[1] = {take()};
-        score_tiles<T, R, 1>(a, query, units, position, at, k, scores + (k - first), stride);
+        score_tiles<T, R, 1>(a, query, starts, position, at, k, scores + (k - first), stride);
     }
 }
 
+// Positions whose sums stand alone: in int8, those with one unit
+template <typename T>
+constexpr int64_t kSpanOf = std::is_same_v<T, int8_t> ? kSpan : INT64_MAX / 2;
+
 // mix_values for N times 16 columns, the first of them i
 template <typename T, int R, int N>
-inline void mix_columns(const Attention &a, const AttentionPiece &p, const float *weights, int64_t stride, const float *factor, int64_t first, int64_t last, int64_t i, float *const *out) {
-    constexpr int64_t n = kTogether<T>;
+inline void mix_columns(const Attention &a, const AttentionPiece &p, const float *weights, int64_t stride, const float *units, const float *factor, int64_t first, int64_t last, int64_t i,
+                        float *const *out) {
+    constexpr int64_t n = kTogether<T>, codes = ValueSums<T>::kCodes;
     const int64_t d = a.cache.head_dim, wide = a.cache.value_dim();
     Lanes total[N][R];
 #pragma GCC unroll 4
     for (int m = 0; m < N; ++m)
         for (int r = 0; r < R; ++r) total[m][r] = Lanes::set(0.0f);
     Tiles<T> tiles(a, p, first);
-    for (int64_t k = first; k <= last;) {
-        const int64_t end = (k / kSpan<T> + 1) * kSpan<T>;
-        Sums<T> sums[N][R];
+    for (int64_t k = first; k <= last; units += R) {
+        const int64_t end = (k / kSpanOf<T> + 1) * kSpanOf<T>;
+        ValueSums<T> sums[N][R];
         const float *w[R];
-        for (int r = 0; r < R; ++r) w[r] = weights + r * stride + (k - first) / n;
+        for (int r = 0; r < R; ++r) w[r] = weights + r * stride + (k - first) / codes;
         for (; k <= last && k < end; k += 16, tiles.next()) {
             const T *values = tiles.rows().values + i * n;
-            for (int64_t j = 0; j < 16 / n; ++j, values += wide * n)
+            for (int64_t j = 0; j < 16 / codes; ++j, values += wide * codes) {
+                typename ValueSums<T>::Columns columns[N];
 #pragma GCC unroll 4
-                for (int m = 0; m < N; ++m) {
-                    const auto columns = Sums<T>::load(values + m * 16 * n);
+                for (int m = 0; m < N; ++m) columns[m] = ValueSums<T>::value(values + m * 16 * n, wide * n);
 #pragma GCC unroll 6
-                    for (int r = 0; r < R; ++r) sums[m][r].add(columns, w[r][j]);
-                }
+                for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+                    for (int m = 0; m < N; ++m) sums[m][r].add(columns[m], w[r][j]);
+            }
 #pragma GCC unroll 6
-            for (int r = 0; r < R; ++r) w[r] += 16 / n;
+            for (int r = 0; r < R; ++r) w[r] += 16 / codes;
         }
 #pragma GCC unroll 4
         for (int m = 0; m < N; ++m)
-            for (int r = 0; r < R; ++r) total[m][r] = Lanes::add(total[m][r], sums[m][r].get());
+            for (int r = 0; r < R; ++r) total[m][r] = Lanes::fma(sums[m][r].get(), Lanes::set(units[r]), total[m][r]);
     }
 #pragma GCC unroll 4
     for (int m = 0; m < N; ++m, i += 16)
@@ -341,37 +367,57 @@ inline void mix_columns(const Attention &a, const AttentionPiece &p, const float
         }
 }
 
-// out[r] = prepared weights [R][stride] x values, times factor[r]
+// out[r] = prepared weights [R][stride] x values, times units [spans][R], times factor[r]
 template <typename T, int R>
-void mix_values(const Attention &a, const AttentionPiece &p, const float *weights, int64_t stride, const float *factor, int64_t first, int64_t last, float *const *out) {
+void mix_values(const Attention &a, const AttentionPiece &p, const float *weights, int64_t stride, const float *units, const float *factor, int64_t first, int64_t last, float *const *out) {
     constexpr int N = together(R);
     int64_t i = 0;
-    for (; i + 16 * (N - 1) < a.cache.head_dim; i += 16 * N) mix_columns<T, R, N>(a, p, weights, stride, factor, first, last, i, out);
-    for (; i < a.cache.head_dim; i += 16) mix_columns<T, R, 1>(a, p, weights, stride, factor, first, last, i, out);
+    for (; i + 16 * (N - 1) < a.cache.head_dim; i += 16 * N) mix_columns<T, R, N>(a, p, weights, stride, units, factor, first, last, i, out);
+    for (; i < a.cache.head_dim; i += 16) mix_columns<T, R, 1>(a, p, weights, stride, units, factor, first, last, i, out);
+}
+
+// Scores [R][stride] of rows with `unit` each -> prepared weights, their units [spans][R], and what their sums are to be multiplied by
+template <typename T, int R>
+void soften(const Attention &a, const AttentionPiece &p, const int64_t *position, const float *unit, int64_t first, int64_t last, float *scores, int64_t stride, float *units, float *factor) {
+    if constexpr (std::is_same_v<T, int8_t>)
+        return soften_codes<R>(a, p, R, position, unit, first, last, scores, stride, units, factor,
+                               [&](int64_t r, int64_t k, const Lanes &x) { ValueDots::pack(x, scores + r * stride + (k - first) / ValueDots::kCodes); });
+    for (int r = 0; r < R; ++r) {
+        float *s = scores + r * stride;
+        factor[r] = soften_row(s, stride, unit[r]);
+        if (a.cache.scaled) scale_weights<T>(a, p, position[r], s, first, last);
+        factor[r] *= prepare(s, stride, T{}) * a.cache.value_scale;
+        units[r] = 1.0f;
+    }
 }
 
 // R rows: row numbers count positions of the piece, and within each the heads of the group
 template <typename T, int R>
 void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float *scratch) {
     const int64_t d = a.cache.head_dim, group = a.heads / a.cache.kv_heads;
-    float *query = scratch, *interleaved = query + kQueryRows * d, *scores = interleaved + kQueryRows * d, *out[R], units[R], factor[R];
+    const auto query_of = [&](int64_t r) { return a.qkv + (p.query + r / group) * a.row_stride() + (p.kv_head * group + r % group) * d; };
+    float *query = scratch, *interleaved = query + kQueryRows * d, *units = interleaved + kQueryRows * d, *out[R], unit[R], factor[R];
     int64_t position[R];
+    int32_t starts[R];
     for (int r = 0; r < R; ++r) {
         const int64_t token = p.query + (row + r) / group, head = p.kv_head * group + (row + r) % group;
-        const float *q = a.qkv + token * a.row_stride() + head * d;
+        const float *q = query_of(row + r);
         for (int64_t i = 0; i < d; ++i) query[r * d + i] = q[i];
         position[r] = a.positions[token];
         out[r] = a.out + (token * a.heads + head) * d;
     }
-    const int64_t last = position[R - 1] / 16 * 16, oldest = a.window ? position[0] - a.window + 1 : 0;
-    const int64_t first = oldest > 0 ? oldest / 16 * 16 : 0, stride = last - first + 16;
-    for (int r = 0; r < R; ++r) units[r] = prepare(query + r * d, d, T{});
-    interleave<R>(query, d, d / kTogether<T>, interleaved);
-    score_rows<T, R>(a, p, interleaved, units, position, first, last, row == 0, scores, stride);
-    for (int r = 0; r < R; ++r) factor[r] = soften_row(scores + r * stride, stride);
-    if (a.cache.scaled) scale_weights<T>(a, p, R, position, scores, stride, first, last);
-    for (int r = 0; r < R; ++r) factor[r] *= prepare(scores + r * stride, stride, T{}) * a.cache.value_scale;
-    mix_values<T, R>(a, p, scores, stride, factor, first, last, out);
+    for (int64_t r = row + R; r < std::min(row + 2 * R, (p.query_end - p.query) * group); ++r)
+        for (int64_t i = 0; i < d; i += 16) __builtin_prefetch(query_of(r) + i);
+    const int64_t last = position[R - 1] / 16 * 16, oldest = oldest_seen(a, position[0]);
+    const int64_t first = oldest > 0 ? oldest / 16 * 16 : 0, stride = last - first + 16, codes = KeySums<T>::kCodes;
+    float *scores = units + kQueryRows * (stride / kSpan + 2);
+    if constexpr (std::is_same_v<T, int8_t>) query_codes<4 / KeyDots::kCodes, R>(query, R, d, KeyDots::pack, unit);
+    else for (int r = 0; r < R; ++r) unit[r] = prepare(query + r * d, d, T{});
+    KeySums<T>::starts_of(query, R, d, starts);
+    interleave<R>(query, d, (d + codes - 1) / codes, interleaved);
+    score_rows<T, R>(a, p, interleaved, starts, position, first, last, row == 0, scores, stride);
+    soften<T, R>(a, p, position, unit, first, last, scores, stride, units, factor);
+    mix_values<T, R>(a, p, scores, stride, units, factor, first, last, out);
 }
 
 template <typename T>

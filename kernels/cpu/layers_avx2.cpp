@@ -1,7 +1,9 @@
 // The functions of layers.h for AVX2 + FMA (compiled with those flags; called only where CPUID has them).
 #include <immintrin.h>
 
+#include <algorithm>
 #include <type_traits>
+#include <utility>
 
 #include "qforge/layers.h"
 
@@ -19,10 +21,16 @@ struct Lanes {
     static Lanes set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
     static Lanes fma(const Lanes &a, const Lanes &b, const Lanes &c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
     static Lanes add(const Lanes &a, const Lanes &b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+    static Lanes sub(const Lanes &a, const Lanes &b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
     static Lanes mul(const Lanes &a, const Lanes &b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
     static Lanes div(const Lanes &a, const Lanes &b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
     static Lanes max(const Lanes &a, const Lanes &b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
     static Lanes min(const Lanes &a, const Lanes &b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+    static Lanes max_or_nan(const Lanes &a, const Lanes &b) { return {larger(a.lo, b.lo), larger(a.hi, b.hi)}; }
+    Lanes magnitude() const {
+        const __m256 sign = _mm256_set1_ps(-0.0f);
+        return {_mm256_andnot_ps(sign, lo), _mm256_andnot_ps(sign, hi)};
+    }
     static Lanes round(const Lanes &a) {
         constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
         return {_mm256_round_ps(a.lo, nearest), _mm256_round_ps(a.hi, nearest)};
@@ -32,6 +40,10 @@ struct Lanes {
         return {_mm256_and_ps(_mm256_cmp_ps(x.lo, limit.lo, _CMP_NLE_UQ), y.lo), _mm256_and_ps(_mm256_cmp_ps(x.hi, limit.hi, _CMP_NLE_UQ), y.hi)};
     }
     static void to_bf16(const Lanes &x, void *to) { store_halves(upper_halves(x.lo), upper_halves(x.hi), to); }
+    static void to_bytes(const Lanes &x, void *to) {
+        const __m256i codes = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi)), 0xd8);
+        _mm_storeu_si128(static_cast<__m128i *>(to), _mm_packs_epi16(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)));
+    }
     static void to_int16(const Lanes &x, void *to) {
         const __m256i lower = _mm256_set1_epi32(0xffff);
         store_halves(_mm256_and_si256(_mm256_cvtps_epi32(x.lo), lower), _mm256_and_si256(_mm256_cvtps_epi32(x.hi), lower), to);
@@ -46,6 +58,23 @@ struct Lanes {
         s = _mm256_hadd_ps(s, s);
         return _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
     }
+    static void largest_or_nan(const Lanes *x, int64_t count, float *to) {
+        for (int64_t i = 0; i < count; ++i) to[i] = x[i].largest_or_nan();
+    }
+    Lanes within(int64_t first, int64_t last, float other) const {
+        const auto kept = [&](__m256 x, int from) {
+            const __m256 lanes = _mm256_add_ps(_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_ps(static_cast<float>(from)));
+            const auto clamped = [](int64_t lane) { return _mm256_set1_ps(static_cast<float>(std::clamp<int64_t>(lane, -1, 16))); };
+            return _mm256_blendv_ps(_mm256_set1_ps(other), x, _mm256_and_ps(_mm256_cmp_ps(lanes, clamped(first), _CMP_GE_OQ), _mm256_cmp_ps(lanes, clamped(last), _CMP_LE_OQ)));
+        };
+        return {kept(lo, 0), kept(hi, 8)};
+    }
+    float largest_or_nan() const {
+        const __m256i a = _mm256_castps_si256(larger(lo, hi));
+        __m128i b = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+        b = _mm_max_epu32(b, _mm_shuffle_epi32(b, 0x4e));
+        return __builtin_bit_cast(float, _mm_cvtsi128_si32(_mm_max_epu32(b, _mm_shuffle_epi32(b, 0xb1))));
+    }
     float largest() const {
         const __m256 a = _mm256_max_ps(lo, hi);
         __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -54,6 +83,7 @@ struct Lanes {
     }
 
   private:
+    static __m256 larger(__m256 a, __m256 b) { return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(a), _mm256_castps_si256(b))); }
     static __m128i eight(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }  // halves, or twice as many bytes
     static __m128i halves(__m128i codes) {  // of the lower eight FP8 codes
         const __m128i half = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7), _mm_set1_epi16(static_cast<int16_t>(0xbf80)));  // E4M3's exponent, at a half's place, is 8 too small
@@ -72,6 +102,11 @@ struct Lanes {
 inline uint16_t to_half(float x) { return static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)); }
 
 struct IntegerDots {
+    static constexpr int64_t kCodes = 2;
+    static constexpr auto pack = [](const Lanes &x, void *to) { Lanes::to_int16(x, to); };
+    static void starts_of(const float *, int64_t rows, int64_t, int32_t *starts) { std::fill_n(starts, rows, 0); }
+    static auto key(const int8_t *p) { return load(p); }
+    static auto value(const int8_t *p, int64_t) { return load(p); }
     struct Columns {
         __m256i lo, hi;
     };
@@ -87,26 +122,32 @@ struct IntegerDots {
             : [lo] "+x"(lo), [hi] "+x"(hi), [a] "=&x"(a), [b] "=&x"(b)
             : [cl] "x"(c.lo), [ch] "x"(c.hi), [x] "m"(pair));
     }
-    Lanes get() const { return {_mm256_cvtepi32_ps(lo), _mm256_cvtepi32_ps(hi)}; }
+    Lanes get(int32_t = 0) const { return {_mm256_cvtepi32_ps(lo), _mm256_cvtepi32_ps(hi)}; }
 };
 
+using KeyDots = IntegerDots;
+using ValueDots = IntegerDots;
+
 struct Bf16Dots {
+    static constexpr int64_t kCodes = 2;
+    static void starts_of(const float *, int64_t rows, int64_t, int32_t *starts) { std::fill_n(starts, rows, 0); }
     struct Columns {
         __m256i lo, hi;
     };
     __m256 lo = _mm256_setzero_ps(), hi = lo;
-    static Columns load(const Bf16 *p) {
+    static Columns key(const Bf16 *p) {
         const auto *pairs = reinterpret_cast<const __m256i *>(p);
         return {_mm256_loadu_si256(pairs), _mm256_loadu_si256(pairs + 1)};
     }
+    static Columns value(const Bf16 *p, int64_t) { return key(p); }
     static __m256 first(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
     static __m256 second(__m256i pairs) { return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000)))); }
-    void add(const Columns &c, float pair) {
+    void add(const Columns &c, const float &pair) {
         const __m256i both = _mm256_castps_si256(_mm256_set1_ps(pair));
         lo = _mm256_fmadd_ps(first(both), first(c.lo), _mm256_fmadd_ps(second(both), second(c.lo), lo));
         hi = _mm256_fmadd_ps(first(both), first(c.hi), _mm256_fmadd_ps(second(both), second(c.hi), hi));
     }
-    Lanes get() const { return {lo, hi}; }
+    Lanes get(int32_t = 0) const { return {lo, hi}; }
 };
 
 constexpr int kSums = 6;

@@ -1,7 +1,9 @@
 // The functions of layers.h for AVX-512 with VNNI and BF16 (compiled with those flags; called only where CPUID has them): what AVX2 does, with their dot products in attention.
 #include <immintrin.h>
 
+#include <algorithm>
 #include <type_traits>
+#include <utility>
 
 #include "qforge/layers.h"
 
@@ -12,20 +14,56 @@ namespace {
 
 inline uint16_t to_half(float x) { return static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)); }
 
-struct IntegerDots {
+// Two rows of 16 pairs -> 16 times four side by side
+inline __m512i fours(__m512i pairs) {
+    alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), pairs);
+}
+
+// Of bytes, one side is unsigned: keys + 128, so sums begin with -128 times the sum of a query's codes
+struct KeyDots {
     using Columns = __m512i;
+    static constexpr int64_t kCodes = 4;
     __m512i v = _mm512_setzero_si512();
-    static Columns load(const int8_t *p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))); }
-    void add(Columns c, const float &pair) { asm("vpdpwssd %1%{1to16%}, %2, %0" : "+v"(v) : "m"(pair), "v"(c)); }
+    static constexpr auto pack = [](const Lanes &x, void *to) { Lanes::to_bytes(x, to); };
+    static void starts_of(const float *queries, int64_t rows, int64_t d, int32_t *starts) {
+        for (int64_t r = 0; r < rows; ++r) {
+            const char *codes = reinterpret_cast<const char *>(queries + r * d);
+            __m512i sum = _mm512_setzero_si512();
+            for (int64_t i = 0; i < d; i += 64) {
+                const __mmask64 rest = d - i < 64 ? (1ull << (d - i)) - 1 : ~0ull;
+                sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(static_cast<char>(128)), _mm512_maskz_loadu_epi8(rest, codes + i));
+            }
+            starts[r] = -_mm512_reduce_add_epi32(sum);
+        }
+    }
+    static Columns key(const int8_t *p) { return _mm512_xor_si512(fours(_mm512_loadu_si512(p)), _mm512_set1_epi8(static_cast<char>(0x80))); }
+    void add(Columns c, const float &four) { asm("vpdpbusd %1%{1to16%}, %2, %0" : "+v"(v) : "m"(four), "v"(c)); }
+    Lanes get(int32_t start) const { return {_mm512_cvtepi32_ps(_mm512_add_epi32(v, _mm512_set1_epi32(start)))}; }
+};
+
+struct ValueDots {
+    using Columns = __m512i;
+    static constexpr int64_t kCodes = 4;
+    __m512i v = _mm512_setzero_si512();
+    static constexpr auto pack = [](const Lanes &x, void *to) { Lanes::to_bytes(x, to); };
+    static Columns value(const int8_t *p, int64_t next) {
+        const auto load = [](const int8_t *pairs) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(pairs)); };
+        return fours(_mm512_inserti64x4(_mm512_castsi256_si512(load(p)), load(p + next), 1));
+    }
+    void add(Columns c, const float &four) { v = _mm512_dpbusd_epi32(v, _mm512_castps_si512(_mm512_set1_ps(four)), c); }
     Lanes get() const { return {_mm512_cvtepi32_ps(v)}; }
 };
 
 struct Bf16Dots {
     using Columns = __m512bh;
+    static constexpr int64_t kCodes = 2;
     __m512 v = _mm512_setzero_ps();
-    static Columns load(const Bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
+    static void starts_of(const float *, int64_t rows, int64_t, int32_t *starts) { std::fill_n(starts, rows, 0); }
+    static Columns key(const Bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
+    static Columns value(const Bf16 *p, int64_t) { return key(p); }
     void add(Columns c, const float &pair) { asm("vdpbf16ps %1%{1to16%}, %2, %0" : "+v"(v) : "m"(pair), "v"(c)); }
-    Lanes get() const { return {v}; }
+    Lanes get(int32_t = 0) const { return {v}; }
 };
 
 constexpr int kSums = 12;

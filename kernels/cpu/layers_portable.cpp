@@ -1,7 +1,9 @@
 // The functions of layers.h in plain C++, for any CPU.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "qforge/half.h"
 #include "qforge/layers.h"
@@ -25,10 +27,13 @@ struct Lanes {
     static Lanes set(float x) { return each([&](int) { return x; }); }
     static Lanes fma(const Lanes &a, const Lanes &b, const Lanes &c) { return each([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); }); }
     static Lanes add(const Lanes &a, const Lanes &b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
+    static Lanes sub(const Lanes &a, const Lanes &b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
     static Lanes mul(const Lanes &a, const Lanes &b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
     static Lanes div(const Lanes &a, const Lanes &b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
     static Lanes max(const Lanes &a, const Lanes &b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
     static Lanes min(const Lanes &a, const Lanes &b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
+    static Lanes max_or_nan(const Lanes &a, const Lanes &b) { return each([&](int i) { return __builtin_bit_cast(uint32_t, a.v[i]) > __builtin_bit_cast(uint32_t, b.v[i]) ? a.v[i] : b.v[i]; }); }
+    Lanes magnitude() const { return each([&](int i) { return std::fabs(v[i]); }); }
     static Lanes round(const Lanes &a) { return each([&](int i) { return std::nearbyint(a.v[i]); }); }
     static Lanes exp_scale(const Lanes &p, const Lanes &n) {
         return each([&](int i) {
@@ -49,6 +54,11 @@ struct Lanes {
         }
         std::memcpy(to, halves, sizeof halves);
     }
+    static void to_bytes(const Lanes &x, void *to) {
+        int8_t codes[16];
+        for (int i = 0; i < 16; ++i) codes[i] = static_cast<int8_t>(std::nearbyint(x.v[i]));
+        std::memcpy(to, codes, sizeof codes);
+    }
     static void to_int16(const Lanes &x, void *to) {
         int16_t codes[16];
         for (int i = 0; i < 16; ++i) codes[i] = static_cast<int16_t>(std::nearbyint(x.v[i]));
@@ -59,6 +69,13 @@ struct Lanes {
         for (int i = 0; i < 8; ++i) h[i] = v[i] + v[i + 8];
         return ((h[0] + h[1]) + (h[2] + h[3])) + ((h[4] + h[5]) + (h[6] + h[7]));
     }
+    static void largest_or_nan(const Lanes *x, int64_t count, float *to) {
+        for (int64_t i = 0; i < count; ++i) {
+            to[i] = x[i].v[0];
+            for (float y : x[i].v) to[i] = __builtin_bit_cast(uint32_t, y) > __builtin_bit_cast(uint32_t, to[i]) ? y : to[i];
+        }
+    }
+    Lanes within(int64_t first, int64_t last, float other) const { return each([&](int i) { return i >= first && i <= last ? v[i] : other; }); }
     float largest() const {
         float most = v[0];
         for (float x : v) most = x > most ? x : most;
@@ -78,6 +95,11 @@ struct Pair {
 };
 
 struct IntegerDots {
+    static constexpr int64_t kCodes = 2;
+    static constexpr auto pack = [](const Lanes &x, void *to) { Lanes::to_int16(x, to); };
+    static void starts_of(const float *, int64_t rows, int64_t, int32_t *starts) { std::fill_n(starts, rows, 0); }
+    static auto key(const int8_t *p) { return load(p); }
+    static auto value(const int8_t *p, int64_t) { return load(p); }
     using Columns = const int8_t *;
     int32_t v[16] = {};
     static Columns load(const int8_t *p) { return p; }
@@ -85,21 +107,27 @@ struct IntegerDots {
         const auto x = __builtin_bit_cast(Pair<int16_t>, pair);
         for (int i = 0; i < 16; ++i) v[i] += x.first * c[2 * i] + x.second * c[2 * i + 1];
     }
-    Lanes get() const {
+    Lanes get(int32_t = 0) const {
         return Lanes::each([&](int i) { return static_cast<float>(v[i]); });
     }
 };
 
+using KeyDots = IntegerDots;
+using ValueDots = IntegerDots;
+
 struct Bf16Dots {
+    static constexpr int64_t kCodes = 2;
+    static void starts_of(const float *, int64_t rows, int64_t, int32_t *starts) { std::fill_n(starts, rows, 0); }
     using Columns = const Bf16 *;
     float v[16] = {};
-    static Columns load(const Bf16 *p) { return p; }
+    static Columns key(const Bf16 *p) { return p; }
+    static Columns value(const Bf16 *p, int64_t) { return p; }
     static float wide(Bf16 x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x.bits) << 16); }
     void add(Columns c, float pair) {
         const auto x = __builtin_bit_cast(Pair<Bf16>, pair);
         for (int i = 0; i < 16; ++i) v[i] = __builtin_fmaf(wide(x.first), wide(c[2 * i]), __builtin_fmaf(wide(x.second), wide(c[2 * i + 1]), v[i]));
     }
-    Lanes get() const { return Lanes::load(v); }
+    Lanes get(int32_t = 0) const { return Lanes::load(v); }
 };
 
 constexpr int kSums = 6;

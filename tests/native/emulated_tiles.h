@@ -34,7 +34,8 @@ inline void store(int tile, void *to, int64_t stride) {
 
 inline void zero(int tile) { std::memset(tiles[tile].data, 0, sizeof(tiles[tile].data)); }
 
-// TDPBSSD; shapes that do not fit end the process, as they would raise an exception
+// TDPBSSD and, of unsigned bytes in a, TDPBUSD; shapes that do not fit end the process, as they would raise an exception
+template <typename A>
 inline void multiply(int to, int a, int b) {
     Tile &sum = tiles[to];
     if (tiles[a].bytes / 4 != tiles[b].rows || tiles[a].rows != sum.rows || tiles[b].bytes != sum.bytes) __builtin_trap();
@@ -42,7 +43,7 @@ inline void multiply(int to, int a, int b) {
         for (int n = 0; n < sum.bytes / 4; ++n) {
             int32_t value;
             std::memcpy(&value, &sum.data[m][4 * n], 4);
-            for (int k = 0; k < tiles[a].bytes; ++k) value += static_cast<int8_t>(tiles[a].data[m][k]) * static_cast<int8_t>(tiles[b].data[k / 4][4 * n + k % 4]);
+            for (int k = 0; k < tiles[a].bytes; ++k) value += static_cast<A>(tiles[a].data[m][k]) * static_cast<int8_t>(tiles[b].data[k / 4][4 * n + k % 4]);
             std::memcpy(&sum.data[m][4 * n], &value, 4);
         }
 }
@@ -53,9 +54,11 @@ inline void multiply(int to, int a, int b) {
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbssd
+#undef _tile_dpbusd
 #define _tile_loadconfig(config) emulated::configure(config)
 #define _tile_release() static_cast<void>(0)
 #define _tile_loadd(tile, from, stride) emulated::load(tile, from, stride)
 #define _tile_stored(tile, to, stride) emulated::store(tile, to, stride)
 #define _tile_zero(tile) emulated::zero(tile)
-#define _tile_dpbssd(to, a, b) emulated::multiply(to, a, b)
+#define _tile_dpbssd(to, a, b) emulated::multiply<int8_t>(to, a, b)
+#define _tile_dpbusd(to, a, b) emulated::multiply<uint8_t>(to, a, b)

@@ -43,8 +43,8 @@ class Context {
     Rows rows_of(const NormRows &norm) const;
     Rows rows_of(const ResidualRows &residual) const;
     Rows rows_of(const GateRows &gate) const;
-    // Rotates, writes the cache, and attends for the T tokens of a step; query_starts [sequences + 1]
-    void attention(const Attention &attention, int64_t tokens, const int32_t *query_starts, int64_t sequences);
+    // Rotates, writes the cache, and attends for the tokens of a step; query_starts [sequences + 1]
+    void attention(const Attention &attention, const int32_t *query_starts, int64_t sequences);
     // Until that attention, or bring_nothing(), products of integers (but AMX's and those that unpack panels) bring the keys and values that it will read, each thread those of the
     // tasks that it begins with; `products`: so many of their multiplications are to come.
     void bring(const Attention &attention, const int32_t *query_starts, int64_t sequences, int64_t products);

@@ -7,7 +7,7 @@
 //   scales of keys, then of values, fp32 [block_size] each: int8, and fp8 without calibrated scales: a key's or value's largest magnitude / 127 or 448
 //   bf16 and int8: pairs lie together, of dimensions in keys [..][head_dim / 2][16][2] and of positions in values [block_size / 2][value_dim][2]
 //   bf16: queries and the weights of values are rounded to bf16 too; of a pair, the second product is added first, in fp32
-//   int8: queries and weights are rounded to 16-bit integers, row by row, the largest 32767; sums of up to 512 positions are exact
+//   int8: keys and queries are turned by a Hadamard matrix, queries rounded to 8-bit integers too, the largest of a row 127; the weights of values, times their scales, for each 64 positions, the largest 255
 //   fp8: codes stand for number / scale, at most 448
 //
 // Sums are ordered by place in the row and by absolute position in the sequence, never by how a step was cut: results are equal bit for bit
@@ -88,11 +88,12 @@ struct AttentionPiece {
     int64_t query, query_end, sequence, kv_head;
 };
 
-constexpr int64_t kLongestIntegerHead = 512;  // dimensions of a head in int8: sums of its products with 16-bit queries fit 32 bits
+constexpr int64_t kLongestIntegerHead = 512;  // dimensions of a head in int8
+constexpr int64_t kSpan = 64;                // positions of a cache in int8 whose weights are rounded together
 constexpr int kQueryRows = 6;  // query rows (positions x heads of a group) that share each key that is read
 
 inline int64_t attention_scratch_floats(const Attention &a, int64_t longest_context) {
-    return kQueryRows * ((longest_context + 15) / 16 * 16 + 2 * a.cache.head_dim + 16);
+    return kQueryRows * ((longest_context + 15) / 16 * 16 + 2 * a.cache.head_dim + longest_context / kSpan + 18);
 }
 
 struct LayerFunctions {

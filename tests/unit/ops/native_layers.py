@@ -39,7 +39,7 @@ class NativeLayers:
         q_norm, k_norm = (0 if n is None else n.data_ptr() for n in (a.q_norm, a.k_norm))
         self._context.attention(
             cache.layers[0], qkv.data_ptr(), out.data_ptr(), a.num_heads, a.window, a.scale, q_norm, k_norm, a.norm_eps, rope[0].data_ptr(), rope[1].data_ptr(),
-            batch.positions.data_ptr(), batch.slots.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.shape[1], len(qkv), batch.query_starts.data_ptr(),
+            batch.positions.data_ptr(), batch.slots.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.shape[1], batch.query_starts.data_ptr(),
             len(batch.query_starts) - 1,
         )  # fmt: skip
         return out

@@ -22,18 +22,35 @@ def _compile(source: Path, to: Path, *flags: str) -> Path:
     return to
 
 
-@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-@pytest.mark.skipif(not any(isa.startswith("avx512") for isa in instruction_sets()), reason="what AMX is not made for goes on to AVX-512")
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
+    pytest.mark.skipif(not any(isa.startswith("avx512") for isa in instruction_sets()), reason="what AMX is not made for goes on to AVX-512"),
+]
+KERNELS = ROOT / "kernels/cpu"
+EMULATED = [*TILES, "-include", str(ROOT / "tests/native/emulated_tiles.h")]
+
+
+def _run(objects: list[Path], program: Path, count: int) -> None:
+    subprocess.run([str(COMPILER), "-pthread", *map(str, objects), "-o", str(program)], check=True)
+    told = subprocess.run([str(program), "0", str(count)], capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stdout) == (0, "")
+
+
 def test_products_on_emulated_tiles_have_the_bits_of_plain_code(tmp_path: Path) -> None:
-    kernels = ROOT / "kernels/cpu"
     objects = [
         _compile(ROOT / "tests/native/blockwise_amx_check.cpp", tmp_path / "check.o"),
-        _compile(kernels / "blockwise_amx.cpp", tmp_path / "amx.o", *TILES, "-include", str(ROOT / "tests/native/emulated_tiles.h")),
-        _compile(kernels / "blockwise_avx512_vnni.cpp", tmp_path / "avx512.o"),
-        _compile(kernels / "blockwise_portable.cpp", tmp_path / "portable.o"),
-        _compile(kernels / "cache_ahead.cpp", tmp_path / "cache.o"),
+        _compile(KERNELS / "blockwise_amx.cpp", tmp_path / "amx.o", *EMULATED),
+        _compile(KERNELS / "blockwise_avx512_vnni.cpp", tmp_path / "avx512.o"),
+        _compile(KERNELS / "blockwise_portable.cpp", tmp_path / "portable.o"),
+        _compile(KERNELS / "cache_ahead.cpp", tmp_path / "cache.o"),
     ]
-    program = tmp_path / "check"
-    subprocess.run([str(COMPILER), "-pthread", *map(str, objects), "-o", str(program)], check=True)
-    told = subprocess.run([str(program), "0", "300"], capture_output=True, text=True, check=False)
-    assert (told.returncode, told.stdout) == (0, "")
+    _run(objects, tmp_path / "check", 300)
+
+
+def test_attention_on_emulated_tiles_has_the_bits_of_plain_code(tmp_path: Path) -> None:
+    objects = [
+        _compile(ROOT / "tests/native/attention_amx_check.cpp", tmp_path / "check.o"),
+        _compile(KERNELS / "attention_amx.cpp", tmp_path / "amx.o", *EMULATED),
+        _compile(KERNELS / "layers_portable.cpp", tmp_path / "portable.o"),
+    ]
+    _run(objects, tmp_path / "check", 100)

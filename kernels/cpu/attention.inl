@@ -52,25 +52,26 @@ inline Unit unit_of(float largest, float most) {
     return {scale > 1e-30f ? 1.0f / scale : 0.0f, scale + largest * 0.0f};
 }
 
-// Numbers [count] in place, times a factor, as integers through `pack`, ties to even
-template <int Bytes, typename Pack>
-inline void to_codes(float *x, int64_t count, float factor, const Pack &pack) {
-    const Lanes by = Lanes::set(factor);
-    pack_row<Bytes>(x, count, [&](const Lanes &numbers, void *to) { pack(Lanes::mul(numbers, by), to); });
-}
-
-// Queries [rows][d] in place, as codes at the beginning of each row, the largest of a row +-127; units are not 0: of zeros, too, what is hidden, -infinity times that, is to stay so
+// Rows [rows][d] in place, as codes at the beginning of each, ties to even, the largest of a row +-127; their units
 template <int Bytes, int Most, typename Pack>
-inline void query_codes(float *queries, int64_t rows, int64_t d, const Pack &pack, float *units) {
+inline void to_codes(float *x, int64_t rows, int64_t d, const Pack &pack, float *units) {
     Lanes magnitude[Most];
     float largest[Most];
-    for (int64_t r = 0; r < rows; ++r) magnitude[r] = magnitudes(queries + r * d, d);
+    for (int64_t r = 0; r < rows; ++r) magnitude[r] = magnitudes(x + r * d, d);
     Lanes::largest_or_nan(magnitude, rows, largest);
     for (int64_t r = 0; r < rows; ++r) {
         const Unit unit = unit_of(largest[r], 127.0f);
-        to_codes<Bytes>(queries + r * d, d, unit.inverse, pack);
-        units[r] = unit.unit == 0.0f ? 1.0f : unit.unit;
+        const Lanes by = Lanes::set(unit.inverse);
+        pack_row<Bytes>(x + r * d, d, [&](const Lanes &numbers, void *to) { pack(Lanes::mul(numbers, by), to); });
+        units[r] = unit.unit;
     }
+}
+
+// The same for queries, whose units are not 0: of zeros, too, what is hidden, -infinity times that, is to stay so
+template <int Bytes, int Most, typename Pack>
+inline void query_codes(float *queries, int64_t rows, int64_t d, const Pack &pack, float *units) {
+    to_codes<Bytes, Most>(queries, rows, d, pack, units);
+    for (int64_t r = 0; r < rows; ++r) units[r] = units[r] == 0.0f ? 1.0f : units[r];
 }
 
 // Keys and queries [d] in int8 are turned alike before they are rounded, by a Hadamard matrix of d's power of two for each so many dimensions: outliers then spread over all of them (QuaRot, arXiv 2404.00456),

@@ -123,42 +123,43 @@ inline float put(Fp8 *to, const float *from, int64_t d, float scale, Place place
     return scale;
 }
 
-// The same for int8: codes of a key in pairs, of a value one by one
-inline float round_row(const float *from, int64_t d, int8_t *codes) {
-    float numbers[kLongestIntegerHead];
-    __builtin_memcpy(numbers, from, static_cast<size_t>(d) * sizeof(float));
-    float largest;
-    const Lanes magnitude = magnitudes(from, d);
-    Lanes::largest_or_nan(&magnitude, 1, &largest);
-    const Unit unit = unit_of(largest, 127.0f);
-    to_codes<1>(numbers, d, unit.inverse, [](const Lanes &x, void *to) { Lanes::to_bytes(x, to); });
-    __builtin_memcpy(codes, numbers, static_cast<size_t>(d));
-    return unit.unit;
-}
-
 template <typename T>
-void store_token(const Attention &a, int64_t token, const float *row) {
+void store_token(const Attention &a, int64_t token, float *row) {
     const Cache &c = a.cache;
     const int64_t d = c.head_dim, block = a.slots[token] / c.block_size, offset = a.slots[token] % c.block_size, k = offset % 16;
     for (int64_t h = 0; h < c.kv_heads; ++h) {
         const float *key = row + (a.heads + h) * d, *value = row + (a.heads + c.kv_heads + h) * d;
         constexpr int64_t n = kTogether<T>;
         const Rows<T> at = rows_at<T>(c, block, h, offset - k);
-        T *keys = at.keys + k * n, *values = at.values + k / n * n * c.value_dim() + k % n;
-        float key_scale, value_scale;
-        if constexpr (std::is_same_v<T, int8_t>) {
-            int8_t codes[kLongestIntegerHead];
-            key_scale = round_row(key, d, codes);
-            for (int64_t i = 0; i < d / 2; ++i) __builtin_memcpy(keys + i * 32, codes + 2 * i, 2);
-            value_scale = round_row(value, d, codes);
-            for (int64_t i = 0; i < d; ++i) values[2 * i] = codes[i];
-        } else {
-            key_scale = put(keys, key, d, c.scaled ? 0.0f : c.key_scale, [](int64_t i) { return i / n * 16 * n + i % n; });
-            value_scale = put(values, value, d, c.scaled ? 0.0f : c.value_scale, [](int64_t i) { return i * n; });
-        }
+        const float key_scale = put(at.keys + k * n, key, d, c.scaled ? 0.0f : c.key_scale, [](int64_t i) { return i / n * 16 * n + i % n; });
+        const float value_scale = put(at.values + k / n * n * c.value_dim() + k % n, value, d, c.scaled ? 0.0f : c.value_scale, [](int64_t i) { return i * n; });
         if (c.scaled) {
             at.key_scales[k] = key_scale;
             at.value_scales[k] = value_scale;
+        }
+    }
+}
+
+// Keys and values are made codes where they are.
+template <>
+void store_token<int8_t>(const Attention &a, int64_t token, float *row) {
+    constexpr int64_t kMost = 8;  // rows at once
+    const Cache &c = a.cache;
+    const int64_t d = c.head_dim, block = a.slots[token] / c.block_size, offset = a.slots[token] % c.block_size, k = offset % 16;
+    for (int64_t first = 0; first < 2 * c.kv_heads; first += kMost) {
+        const int64_t count = std::min(kMost, 2 * c.kv_heads - first);
+        float *numbers = row + (a.heads + first) * d, scales[kMost];
+        to_codes<1, kMost>(numbers, count, d, [](const Lanes &x, void *to) { Lanes::to_bytes(x, to); }, scales);
+        for (int64_t r = 0; r < count; ++r) {
+            const bool is_key = first + r < c.kv_heads;
+            const Rows<int8_t> at = rows_at<int8_t>(c, block, (first + r) % c.kv_heads, offset - k);
+            const auto *codes = reinterpret_cast<const int8_t *>(numbers + r * d);
+            int8_t *key = at.keys + 2 * k, *value = at.values + k / 2 * 2 * c.value_dim() + k % 2;
+            if (is_key)
+                for (int64_t i = 0; i < d / 2; ++i) __builtin_memcpy(key + i * 32, codes + 2 * i, 2);
+            else
+                for (int64_t i = 0; i < d; ++i) value[2 * i] = codes[i];
+            (is_key ? at.key_scales : at.value_scales)[k] = scales[r];
         }
     }
 }
@@ -369,7 +370,7 @@ inline void mix_columns(const Attention &a, const AttentionPiece &p, const float
 
 // out[r] = prepared weights [R][stride] x values, times units [spans][R], times factor[r]
 template <typename T, int R>
-void mix_values(const Attention &a, const AttentionPiece &p, const float *weights, int64_t stride, const float *units, const float *factor, int64_t first, int64_t last, float *const *out) {
+[[gnu::noinline]] void mix_values(const Attention &a, const AttentionPiece &p, const float *weights, int64_t stride, const float *units, const float *factor, int64_t first, int64_t last, float *const *out) {
     constexpr int N = together(R);
     int64_t i = 0;
     for (; i + 16 * (N - 1) < a.cache.head_dim; i += 16 * N) mix_columns<T, R, N>(a, p, weights, stride, units, factor, first, last, i, out);

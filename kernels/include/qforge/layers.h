@@ -35,7 +35,7 @@ struct Cache {  // of one layer
     char *memory;         // the layer's part of block 0
     int64_t block_bytes;  // from a block to the next
     int64_t kv_heads, head_dim, block_size;
-    bool scaled;                   // whether each key and each value has a scale of its own
+    bool scaled;                   // whether each key and each value has a scale of its own; in int8 always
     float key_scale, value_scale;  // else those of the layer; 1 but for F8
 
     int64_t value_dim() const { return (head_dim + 15) / 16 * 16; }

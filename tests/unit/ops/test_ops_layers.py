@@ -172,10 +172,41 @@ def _one_query(ops: NativeLayers, key: float, value: float, query: float, positi
 @pytest.mark.parametrize("positions", [511, 512, 513, 1520])
 @pytest.mark.parametrize("wide", WIDTHS)
 def test_weights_that_are_all_alike_mix_to_the_value(kind: str, positions: int, wide: int) -> None:
-    """The largest sums of 8 x 16 bits that there are: 32 bits hold those of 512 positions."""
+    """Every weight is the largest of its 64 positions, and rounds to nothing."""
     for isa in instruction_sets():
         y = _one_query(NativeLayers(1, isa, kind), 0.0, -3.0, 1.0, positions, wide)
         torch.testing.assert_close(y, torch.full((wide,), -3.0), rtol=1e-5, atol=0)
+
+
+def test_outliers_in_keys_are_spread_in_int8() -> None:
+    """Two dimensions of all keys are 30 times as large: of keys and queries that were rounded as they are, even with 16 bits for queries, .045 would be left."""
+    a, length, g = AttentionParameters(3, 1, 64, 0, 64**-0.5), 160, torch.Generator().manual_seed(3)
+    angles = torch.rand(length, 32, generator=g) * 6
+    rope = (angles.cos(), angles.sin())
+    x = torch.randn(length, 5 * 64, generator=g)
+    x[:, [3 * 64 + 5, 3 * 64 + 20]] *= 30
+    wanted, places = _dense_attention(x, a, rope), torch.arange(length)
+    batch = Batch(places, places, torch.arange(10, dtype=torch.int32)[None], torch.tensor([0, length], dtype=torch.int32))
+    for ops in STORED["attention int8"]:
+        y = ops.attention(x.clone(), a, ops.cache(10, 16, 1, 64), rope, batch)
+        assert (y - wanted).norm() < 0.025 * wanted.norm()
+
+
+def test_weights_beside_a_far_larger_one_are_kept_in_int8() -> None:
+    """Position 0 takes all but 1 % of the weight, and 159 share the rest, 96 of them with values in other dimensions: a unit for the whole row would round their weights to 0."""
+    a, length = AttentionParameters(1, 1, 64, 0, 1.0), 160
+    x = torch.zeros(length, 3 * 64)
+    x[:, 0] = 1
+    x[0, 64] = 10
+    x[0, 128] = 1
+    x[64:, 129:] = 1
+    places, rope = torch.arange(length), (torch.ones(length, 32), torch.zeros(length, 32))
+    batch = Batch(places, places, torch.arange(10, dtype=torch.int32)[None], torch.tensor([0, length], dtype=torch.int32))
+    wanted = _dense_attention(x, a, rope)
+    assert wanted[-1, 0] > 0.99
+    for ops in STORED["attention int8"]:
+        y = ops.attention(x.clone(), a, ops.cache(10, 16, 1, 64), rope, batch)
+        torch.testing.assert_close(y[-1].double(), wanted[-1], rtol=0.05, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8", "fp8"])

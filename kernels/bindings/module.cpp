@@ -69,6 +69,7 @@ NB_MODULE(_native, m) {
             [](Cache *self, CacheType type, uintptr_t memory, int64_t block_bytes, int64_t kv_heads, int64_t head_dim, int64_t block_size, bool scaled, float key_scale,
                float value_scale) {
                 if (type == CacheType::I8 && head_dim > qforge::kLongestIntegerHead) throw std::invalid_argument("a cache in int8 holds heads of at most 512 dimensions");
+                if (type == CacheType::I8 && !scaled) throw std::invalid_argument("in a cache in int8 each key and each value has a scale of its own");
                 const Cache cache{type, pointer<char>(memory), block_bytes, kv_heads, head_dim, block_size, scaled, key_scale, value_scale};
                 if (cache.layer_bytes() > block_bytes) throw std::invalid_argument("a block is too small for a layer");
                 new (self) Cache(cache);

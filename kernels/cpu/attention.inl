@@ -2,7 +2,7 @@
 
 constexpr int64_t kLanes = 16;
 
-// 2^x to about 2 ulp, exactly 0 from -126 down, NaN of NaN (min gives its second argument where one is NaN); the polynomial is 2^f's of degree 5 with the least relative error for |f| <= 1/2
+// 2^x to about 3 ulp, exactly 0 from -126 down, NaN of NaN (min gives its second argument where one is NaN); the polynomial is 2^f's of degree 5 with the least relative error for |f| <= 1/2
 inline Lanes exp2(Lanes x) {
     const Lanes most = Lanes::min(Lanes::set(127.0f), x), n = Lanes::round(most), f = Lanes::sub(most, n);
     Lanes p = Lanes::set(1.3276472e-3f);
@@ -171,13 +171,12 @@ inline float largest_of_row(const float *scores, int64_t count) {
 
 // What softmax takes of a row
 struct Softmax {
-    Lanes factor, shift, sum;
+    Lanes largest, factor, sum;
 
     Softmax() = default;
-    Softmax(const float *scores, int64_t count, float unit)
-        : factor(Lanes::set(unit * kLog2e)), shift(Lanes::set(-largest_of_row(scores, count) * (unit * kLog2e))), sum(Lanes::set(0.0f)) {}
+    Softmax(const float *scores, int64_t count, float unit) : largest(Lanes::set(largest_of_row(scores, count))), factor(Lanes::set(unit * kLog2e)), sum(Lanes::set(0.0f)) {}
     Lanes operator()(const float *scores) {
-        const Lanes x = exp2(Lanes::fma(Lanes::load(scores), factor, shift));
+        const Lanes x = exp2(Lanes::mul(Lanes::sub(Lanes::load(scores), largest), factor));
         sum = Lanes::add(sum, x);
         return x;
     }
@@ -222,15 +221,16 @@ inline void soften_codes(const Attention &a, const AttentionPiece &p, int64_t ro
         float most[Stride];
         Lanes::largest_or_nan(largest, rows, most);
         for (int64_t r = 0; r < rows; ++r) {
-            const Lanes inverse = Lanes::set(most[r] > 1e-30f ? 255.0f / most[r] : 0.0f);
+            const Unit unit_here = unit_of(most[r], 255.0f);
+            const Lanes inverse = Lanes::set(unit_here.inverse);
             for (int64_t i = 0; i < count; ++i) put(r, k + i * 16, Lanes::mul(Lanes::load(span + r * stride + i * 16), inverse));
-            units[r] = most[r] * (1.0f / 255.0f);
+            units[r] = unit_here.unit;
         }
     }
     for (int64_t r = 0; r < rows; ++r) factor[r] = 1.0f / softmax[r].sum.sum();
 }
 
-// weights of a row from `first` on *= the scale of each position's value; what a row may not see stays 0, though the scale there may be NaN
+// weights of a row from `first` on *= the scale of each position's value, 0 for what it may not see, as above
 template <typename T>
 inline void scale_weights(const Attention &a, const AttentionPiece &p, int64_t position, float *weights, int64_t first, int64_t last) {
     Tiles<T> tiles(a, p, first);

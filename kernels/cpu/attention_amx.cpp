@@ -15,16 +15,11 @@ namespace {
 #include "attention.inl"
 
 constexpr int64_t kGroup = 16, kDepth = 64;         // rows of a tile; dimensions, or positions, that one instruction adds up
+static_assert(kDepth == kSpan);  // weights of one multiplication have one unit
 constexpr int64_t kPanel = kDepth * 16;             // bytes
 constexpr TileConfig kConfig{.columns = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
 
 inline int64_t whole(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
-
-// Two rows of 16 pairs -> 16 times four side by side
-inline __m512i fours(__m512i pairs) {
-    alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), pairs);
-}
 
 inline Lanes numbers(const int32_t *sums) { return {_mm512_cvtepi32_ps(_mm512_load_si512(sums))}; }
 

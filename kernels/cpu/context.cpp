@@ -32,19 +32,10 @@ bool has_amx() {
 }
 #endif
 
-// So many bytes from a cache line's start on
-Scratch aligned(int64_t bytes) {
-    Scratch memory(static_cast<float *>(std::aligned_alloc(64, static_cast<size_t>((bytes + 63) / 64 * 64))));
-    if (!memory) throw std::bad_alloc();
-    return memory;
-}
-
 // Positions of an attention piece
 int64_t queries_of_piece(const Attention &a) { return std::max<int64_t>(1, 8 * kQueryRows * a.cache.kv_heads / a.heads); }
 
 }  // namespace
-
-void Free::operator()(float *p) const { std::free(p); }
 
 std::vector<std::string> Context::instruction_sets() {
     std::vector<std::string> found;
@@ -86,7 +77,7 @@ Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa
 void Context::grow_scratch(int64_t bytes) {
     if (bytes <= scratch_bytes_) return;
     scratch_bytes_ = 0;
-    for (Scratch &s : scratch_) s = aligned(bytes);
+    for (Scratch &s : scratch_) s = take_floats((bytes + 3) / 4);
     scratch_bytes_ = bytes;
 }
 
@@ -175,7 +166,7 @@ void Context::linear_bf16(const Weight &weight, const float *x, int64_t rows, in
     const int64_t bytes = (rows + kGroupRows - 1) / kGroupRows * stretches(weight) * kTileValues * 2;
     if (bytes > bf16_bytes_) {
         bf16_bytes_ = 0;
-        bf16_rows_ = aligned(bytes);
+        bf16_rows_ = take_floats((bytes + 3) / 4);
         bf16_bytes_ = bytes;
     }
     const Bf16Rows rounded{reinterpret_cast<uint16_t *>(bf16_rows_.get())};

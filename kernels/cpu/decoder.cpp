@@ -10,13 +10,6 @@
 namespace qforge {
 namespace {
 
-Scratch allocate(int64_t floats) {
-    const size_t bytes = (static_cast<size_t>(floats) * sizeof(float) + 63) / 64 * 64;
-    Scratch room(static_cast<float *>(std::aligned_alloc(64, bytes)));
-    if (!room) throw std::bad_alloc();
-    return room;
-}
-
 int64_t columns(const Product &product) {
     int64_t sum = 0;
     for (const Part &part : product) sum += part.weight.columns;
@@ -74,10 +67,10 @@ void Decoder::reserve(int64_t rows) {
         for (const Product *p : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) measure(*p);
     }
     measure(head_);
-    for (Scratch *room : {&x_, &next_, &branch_}) *room = allocate(rows * shape_.width);
-    wide_ = allocate(rows * widest_);
-    narrow_ = allocate(rows * narrow);
-    gathered_ = allocate(rows * std::max<int64_t>(gathered, 1));
+    for (Scratch *room : {&x_, &next_, &branch_}) *room = take_floats(rows * shape_.width);
+    wide_ = take_floats(rows * widest_);
+    narrow_ = take_floats(rows * narrow);
+    gathered_ = take_floats(rows * std::max<int64_t>(gathered, 1));
     reserved_ = rows;
 }
 
@@ -182,7 +175,7 @@ void Decoder::logits(const Step &step, float *logits) {
 void Decoder::choose(const Step &step, const Sampling *sampling, int64_t *chosen) {
     const auto turn = context_.turn();
     if (step.num_wanted > logit_rows_) {
-        logits_ = allocate(step.num_wanted * shape_.vocabulary);
+        logits_ = take_floats(step.num_wanted * shape_.vocabulary);
         logit_rows_ = step.num_wanted;
     }
     logits(step, logits_.get());

@@ -59,3 +59,9 @@ struct Lanes {
   private:
     static void store_halves(__m512i x, void *to) { _mm256_storeu_si256(static_cast<__m256i *>(to), _mm512_cvtepi32_epi16(x)); }  // the lower ones
 };
+
+// Two rows of 16 pairs -> 16 times four side by side
+inline __m512i fours(__m512i pairs) {
+    alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), pairs);
+}

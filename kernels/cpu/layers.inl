@@ -1,9 +1,9 @@
 // The functions of layers.h, written once over `Lanes` (16 floats), which the including file defines for its instruction set.
 // Lanes: sum() of lanes i and i + 8, then of neighbours, neighbouring pairs, and halves; largest(); load (floats, halves, FP8 codes divided by kFp8), store, set, fma(a, b, c) = a b + c, add, sub, mul, div, min, max,
-//        max_or_nan and largest_or_nan (of numbers from +0 up, or NaN, which then is the result), within(first, last, other) = only lanes [first, last] of it, exp_scale(p, n) = p 2^n for integral n, round,
-//        zero_below(x, limit, y) = x <= limit ? 0 : y, to_bf16 and to_int16 (16 numbers, ties to even, into 32 bytes). to_half(x): the nearest half, ties to even.
-// Also in the including file: kSums, how many sums over 16 columns registers hold; and, over 16 columns and as many codes of a row as a float holds, which prepare() packs (see Fmas for the interface):
-// KeyDots and ValueDots of int8, exact; Bf16Dots: in fp32, the second product is added first, then the first (as AVX512-BF16 does).
+//        magnitude, max_or_nan and largest_or_nan (of numbers from +0 up, or NaN, which then is the result), within(first, last, other) = only lanes [first, last] of it, exp_scale(p, n) = p 2^n for integral n,
+//        round, zero_below(x, limit, y) = x <= limit ? 0 : y, to_bf16 and to_int16 (16 numbers, ties to even, into 32 bytes), to_bytes (-127 to 127, into 16). to_half(x): the nearest half, ties to even.
+// Also in the including file: kSums, how many sums over 16 columns registers hold; and, over 16 columns and as many codes of a row as a float holds (see Fmas for the interface):
+// KeyDots and ValueDots of int8, exact, whose codes their pack() makes; Bf16Dots: in fp32, the second product is added first, then the first (as AVX512-BF16 does).
 
 #include "attention.inl"
 
@@ -226,7 +226,6 @@ struct Fmas {
     using Columns = Lanes;
     static constexpr int64_t kCodes = 1;  // of a row, that lie in a float
     Lanes v = Lanes::set(0.0f);
-    static void starts_of(const float *, int64_t rows, int64_t, int32_t *starts) { std::fill_n(starts, rows, 0); }  // what sums of prepared queries begin with
     static Columns key(const T *p) { return Lanes::load(p); }
     static Columns value(const T *p, int64_t) { return Lanes::load(p); }
     void add(const Columns &c, const float &x) { v = Lanes::fma(Lanes::set(x), c, v); }
@@ -399,22 +398,24 @@ void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float
     const auto query_of = [&](int64_t r) { return a.qkv + (p.query + r / group) * a.row_stride() + (p.kv_head * group + r % group) * d; };
     float *query = scratch, *interleaved = query + kQueryRows * d, *units = interleaved + kQueryRows * d, *out[R], unit[R], factor[R];
     int64_t position[R];
-    int32_t starts[R];
+    int32_t starts[R] = {};
     for (int r = 0; r < R; ++r) {
-        const int64_t token = p.query + (row + r) / group, head = p.kv_head * group + (row + r) % group;
-        const float *q = query_of(row + r);
-        for (int64_t i = 0; i < d; ++i) query[r * d + i] = q[i];
+        const int64_t token = p.query + (row + r) / group;
+        std::copy_n(query_of(row + r), d, query + r * d);
         position[r] = a.positions[token];
-        out[r] = a.out + (token * a.heads + head) * d;
+        out[r] = a.out + (token * a.heads + p.kv_head * group + (row + r) % group) * d;
     }
     for (int64_t r = row + R; r < std::min(row + 2 * R, (p.query_end - p.query) * group); ++r)
         for (int64_t i = 0; i < d; i += 16) __builtin_prefetch(query_of(r) + i);
     const int64_t last = position[R - 1] / 16 * 16, oldest = oldest_seen(a, position[0]);
     const int64_t first = oldest > 0 ? oldest / 16 * 16 : 0, stride = last - first + 16, codes = KeySums<T>::kCodes;
     float *scores = units + kQueryRows * (stride / kSpan + 2);
-    if constexpr (std::is_same_v<T, int8_t>) query_codes<4 / KeyDots::kCodes, R>(query, R, d, KeyDots::pack, unit);
-    else for (int r = 0; r < R; ++r) unit[r] = prepare(query + r * d, d, T{});
-    KeySums<T>::starts_of(query, R, d, starts);
+    if constexpr (std::is_same_v<T, int8_t>) {
+        query_codes<4 / KeyDots::kCodes, R>(query, R, d, KeyDots::pack, unit);
+        KeyDots::starts_of(query, R, d, starts);
+    } else {
+        for (int r = 0; r < R; ++r) unit[r] = prepare(query + r * d, d, T{});
+    }
     interleave<R>(query, d, (d + codes - 1) / codes, interleaved);
     score_rows<T, R>(a, p, interleaved, starts, position, first, last, row == 0, scores, stride);
     soften<T, R>(a, p, position, unit, first, last, scores, stride, units, factor);

@@ -104,7 +104,7 @@ inline uint16_t to_half(float x) { return static_cast<uint16_t>(_cvtss_sh(x, _MM
 struct IntegerDots {
     static constexpr int64_t kCodes = 2;
     static constexpr auto pack = [](const Lanes &x, void *to) { Lanes::to_int16(x, to); };
-    static void starts_of(const float *, int64_t rows, int64_t, int32_t *starts) { std::fill_n(starts, rows, 0); }
+    static void starts_of(const float *, int64_t rows, int64_t, int32_t *starts) { std::fill_n(starts, rows, 0); }  // what sums of packed queries begin with
     static auto key(const int8_t *p) { return load(p); }
     static auto value(const int8_t *p, int64_t) { return load(p); }
     struct Columns {
@@ -130,7 +130,6 @@ using ValueDots = IntegerDots;
 
 struct Bf16Dots {
     static constexpr int64_t kCodes = 2;
-    static void starts_of(const float *, int64_t rows, int64_t, int32_t *starts) { std::fill_n(starts, rows, 0); }
     struct Columns {
         __m256i lo, hi;
     };

@@ -14,18 +14,13 @@ namespace {
 
 inline uint16_t to_half(float x) { return static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)); }
 
-// Two rows of 16 pairs -> 16 times four side by side
-inline __m512i fours(__m512i pairs) {
-    alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), pairs);
-}
-
 // Of bytes, one side is unsigned: keys + 128, so sums begin with -128 times the sum of a query's codes
 struct KeyDots {
     using Columns = __m512i;
     static constexpr int64_t kCodes = 4;
     __m512i v = _mm512_setzero_si512();
     static constexpr auto pack = [](const Lanes &x, void *to) { Lanes::to_bytes(x, to); };
+    // What sums of packed queries begin with
     static void starts_of(const float *queries, int64_t rows, int64_t d, int32_t *starts) {
         for (int64_t r = 0; r < rows; ++r) {
             const char *codes = reinterpret_cast<const char *>(queries + r * d);
@@ -59,7 +54,6 @@ struct Bf16Dots {
     using Columns = __m512bh;
     static constexpr int64_t kCodes = 2;
     __m512 v = _mm512_setzero_ps();
-    static void starts_of(const float *, int64_t rows, int64_t, int32_t *starts) { std::fill_n(starts, rows, 0); }
     static Columns key(const Bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
     static Columns value(const Bf16 *p, int64_t) { return key(p); }
     void add(Columns c, const float &pair) { asm("vdpbf16ps %1%{1to16%}, %2, %0" : "+v"(v) : "m"(pair), "v"(c)); }

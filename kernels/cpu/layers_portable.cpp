@@ -39,7 +39,7 @@ struct Lanes {
         return each([&](int i) {
             uint32_t bits;
             std::memcpy(&bits, &p.v[i], 4);
-            bits += static_cast<uint32_t>(static_cast<int32_t>(n.v[i])) << 23;
+            bits += static_cast<uint32_t>(nearest(n.v[i])) << 23;
             float y;
             std::memcpy(&y, &bits, 4);
             return y;
@@ -56,14 +56,15 @@ struct Lanes {
     }
     static void to_bytes(const Lanes &x, void *to) {
         int8_t codes[16];
-        for (int i = 0; i < 16; ++i) codes[i] = static_cast<int8_t>(std::nearbyint(x.v[i]));
+        for (int i = 0; i < 16; ++i) codes[i] = static_cast<int8_t>(nearest(x.v[i]));
         std::memcpy(to, codes, sizeof codes);
     }
     static void to_int16(const Lanes &x, void *to) {
         int16_t codes[16];
-        for (int i = 0; i < 16; ++i) codes[i] = static_cast<int16_t>(std::nearbyint(x.v[i]));
+        for (int i = 0; i < 16; ++i) codes[i] = static_cast<int16_t>(nearest(x.v[i]));
         std::memcpy(to, codes, sizeof codes);
     }
+    static int32_t nearest(float x) { return x > -1e9f && x < 1e9f ? static_cast<int32_t>(std::nearbyint(x)) : 0; }  // of what is no number, too, which the unit then says
     float sum() const {
         float h[8];
         for (int i = 0; i < 8; ++i) h[i] = v[i] + v[i + 8];
@@ -97,7 +98,7 @@ struct Pair {
 struct IntegerDots {
     static constexpr int64_t kCodes = 2;
     static constexpr auto pack = [](const Lanes &x, void *to) { Lanes::to_int16(x, to); };
-    static void starts_of(const float *, int64_t rows, int64_t, int32_t *starts) { std::fill_n(starts, rows, 0); }
+    static void starts_of(const float *, int64_t rows, int64_t, int32_t *starts) { std::fill_n(starts, rows, 0); }  // what sums of packed queries begin with
     static auto key(const int8_t *p) { return load(p); }
     static auto value(const int8_t *p, int64_t) { return load(p); }
     using Columns = const int8_t *;
@@ -117,7 +118,6 @@ using ValueDots = IntegerDots;
 
 struct Bf16Dots {
     static constexpr int64_t kCodes = 2;
-    static void starts_of(const float *, int64_t rows, int64_t, int32_t *starts) { std::fill_n(starts, rows, 0); }
     using Columns = const Bf16 *;
     float v[16] = {};
     static Columns key(const Bf16 *p) { return p; }

@@ -46,7 +46,7 @@ class NativeCache:
 
     def __init__(self, kind: str, blocks: int, block_size: int, num_kv_heads: int, head_dim: int, scales: Sequence[Scales | None] = (None,)) -> None:
         assert block_size % LANES == 0, block_size
-        assert kind != "int8" or head_dim <= 512, f"sums of {head_dim} products of 8 and 16 bits do not fit 32"
+        assert kind != "int8" or head_dim <= 512, f"a head of {head_dim} dimensions is longer than what is turned (kLongestIntegerHead)"
         native: Any = module()
         type_of = getattr(native.CacheType, CACHE_TYPES[kind][0])
         calibrated = [kind == "fp8" and s is not None for s in scales]

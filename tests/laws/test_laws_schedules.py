@@ -23,8 +23,8 @@ from qforge.runtime.step import build_step
 
 MODELS = ["llama", "llama-odd-widths", "llama-wide-heads", "gemma3", "mistral", "qwen2", "qwen3", "int4-g32-asym", "int8-channel-sym+int8-token", "shared table"]
 MODELS += ["int4-g32-asym as int8", "shared table as bf16"]  # as: with such activations
-GIVEN, NEW = prompts(6, 60, seed=5), 4
-BLOCKS = 40
+GIVEN, NEW = prompts(9, 110, seed=5), 4  # past 64 positions, which int8 rounds together; 8 sequences or more are stored by tasks
+BLOCKS = 60
 
 
 @cache
@@ -43,7 +43,7 @@ def runtime(name: str, threads: int, block_size: int, kv_cache: str) -> LLM:
 def logits_of(llm: LLM, block_size: int, who: list[int], rng: random.Random | None) -> dict[int, torch.Tensor]:
     """Each sequence's logits at every position that it is asked for. `rng` draws step budgets, places of blocks, arrivals, cancellations."""
     draw = rng or random.Random(0)
-    scheduler = Scheduler(BlockPool(BLOCKS), block_size, 8, 512)
+    scheduler = Scheduler(BlockPool(BLOCKS), block_size, 9, 512)
     if rng is not None:
         held = scheduler.pool.allocate(BLOCKS) or []
         scheduler.pool.release(held)

@@ -14,17 +14,13 @@
 #include "qforge/integer.h"
 #include "qforge/layers.h"
 #include "qforge/linear.h"
+#include "qforge/memory.h"
 #include "qforge/pool.h"
 
 namespace qforge {
 
 // Rows of so many numbers that are worth the hand-over to another thread
 inline int64_t worth_handing_over(int64_t width) { return 1 + 8192 / width; }
-
-struct Free {
-    void operator()(float *p) const;
-};
-using Scratch = std::unique_ptr<float[], Free>;
 
 // Calls from several threads take turns: the pool and the scratch memory serve one of them at a time.
 class Context {
@@ -43,7 +39,7 @@ class Context {
     Rows rows_of(const NormRows &norm) const;
     Rows rows_of(const ResidualRows &residual) const;
     Rows rows_of(const GateRows &gate) const;
-    // Rotates, writes the cache, and attends for the tokens of a step; query_starts [sequences + 1]
+    // Rotates, writes the cache, and attends for the tokens of a step; query_starts [sequences + 1]. A block that one sequence writes, no other one of the step may read.
     void attention(const Attention &attention, const int32_t *query_starts, int64_t sequences);
     // Until that attention, or bring_nothing(), products of integers (but AMX's and those that unpack panels) bring the keys and values that it will read, each thread those of the
     // tasks that it begins with; `products`: so many of their multiplications are to come.
@@ -115,12 +111,14 @@ class Context {
     const IntegerFunctions *integer_;
     const BlockwiseFunctions *blockwise_;
     const Bf16Functions *bf16_;
-    std::vector<int8_t> codes_;  // rounded activations of the product that runs
-    std::vector<float> row_scales_;
-    std::vector<int32_t> code_sums_;
-    std::vector<int8_t> segment_codes_;
-    std::vector<float> segment_scales_, group_scales_, block_sums_;
-    std::vector<int32_t> segment_offsets_, segment_middles_, pair_starts_;
+    template <typename T>
+    using Numbers = std::vector<T, Pages<T>>;
+    Numbers<int8_t> codes_;  // rounded activations of the product that runs
+    Numbers<float> row_scales_;
+    Numbers<int32_t> code_sums_;
+    Numbers<int8_t> segment_codes_;
+    Numbers<float> segment_scales_, group_scales_, block_sums_;
+    Numbers<int32_t> segment_offsets_, segment_middles_, pair_starts_;
     Scratch bf16_rows_;
     int64_t bf16_bytes_ = 0;
     std::vector<Scratch> scratch_;

@@ -4,7 +4,7 @@
 // (what one thread reads of a block lies together, and few huge pages hold what a sequence has in all layers)
 //   keys   [block_size / 16][head_dim][16]   16 positions side by side, so that scores of 16 keys are one row of products
 //   values [block_size][value_dim]           value_dim: head_dim rounded up to a multiple of 16
-//   scales of keys, then of values, fp32 [block_size] each: int8, and fp8 without calibrated scales: a key's or value's largest magnitude / 127 or 448
+//   scales of keys, then of values, fp32 [block_size] each: int8, and fp8 without calibrated scales: a key's (in int8 as it is turned) or value's largest magnitude / 127 or 448
 //   bf16 and int8: pairs lie together, of dimensions in keys [..][head_dim / 2][16][2] and of positions in values [block_size / 2][value_dim][2]
 //   bf16: queries and the weights of values are rounded to bf16 too; of a pair, the second product is added first, in fp32
 //   int8: keys and queries are turned by a Hadamard matrix, queries rounded to 8-bit integers too, the largest of a row 127; the weights of values, times their scales, for each 64 positions, the largest 255

@@ -1,4 +1,4 @@
-"""AMX's products on tiles that plain C++ emulates (tests/native): what a CPU without AMX cannot run is run all the same."""
+"""AMX's products and attention on tiles that plain C++ emulates (tests/native): what a CPU without AMX cannot run is run all the same."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _dense_attention(qkv: torch.Tensor, a: AttentionParameters, rope: tuple[torc
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "window", "normed"),
-    [(4, 2, 16, 0, False), (3, 1, 8, 0, True), (6, 6, 6, 5, False), (9, 3, 64, 20, True), (2, 2, 48, 1, False), (9, 3, 64, 0, True), (8, 1, 128, 0, False)],
+    [(4, 2, 16, 0, False), (3, 1, 8, 0, True), (6, 6, 6, 5, False), (9, 3, 64, 20, True), (2, 2, 48, 1, False), (9, 3, 64, 0, True), (8, 1, 128, 0, False), (4, 2, 80, 65, True)],
 )
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("stored", STORED)
@@ -88,17 +88,17 @@ def test_attention_over_scattered_blocks(heads: int, kv_heads: int, head_dim: in
     g = torch.Generator().manual_seed(heads * head_dim)
     norms = [torch.rand(head_dim, generator=g) + 0.5 for _ in "qk"] if normed else [None, None]
     a = AttentionParameters(heads, kv_heads, head_dim, window, head_dim**-0.5, norms[0], norms[1], 1e-6)
-    lengths = [53, 17]
-    angles = torch.rand(64, head_dim // 2, generator=g) * 6
+    lengths = [150, 17]
+    angles = torch.rand(160, head_dim // 2, generator=g) * 6
     rope = (angles.cos(), angles.sin())
     whole = [torch.randn(n, (heads + 2 * kv_heads) * head_dim, generator=g) for n in lengths]
-    blocks = torch.randperm(2 * (64 // block_size), generator=g).view(2, -1).int()
+    blocks = torch.randperm(2 * (160 // block_size), generator=g).view(2, -1).int()
     wanted = [_dense_attention(w, a, rope) for w in whole]
     results = []
     for ops in STORED[stored]:
         cache = ops.cache(len(blocks.flatten()), block_size, kv_heads, head_dim)
         outputs: list[list[torch.Tensor]] = [[], []]
-        for pieces in ([(0, 0, 20)], [(0, 20, 50), (1, 0, 16)], [(1, 16, 17), (0, 50, 51)], [(0, 51, 53)]):
+        for pieces in ([(0, 0, 20)], [(0, 20, 50), (1, 0, 16)], [(1, 16, 17), (0, 50, 51)], [(0, 51, 100)], [(0, 100, 101)], [(0, 101, 150)]):
             positions = torch.cat([torch.arange(i, j) for _, i, j in pieces])
             tables = torch.stack([blocks[s] for s, _, _ in pieces])
             slots = torch.cat([blocks[s].long()[torch.arange(i, j) // block_size] * block_size + torch.arange(i, j) % block_size for s, i, j in pieces])
@@ -172,10 +172,17 @@ def _one_query(ops: NativeLayers, key: float, value: float, query: float, positi
 @pytest.mark.parametrize("positions", [511, 512, 513, 1520])
 @pytest.mark.parametrize("wide", WIDTHS)
 def test_weights_that_are_all_alike_mix_to_the_value(kind: str, positions: int, wide: int) -> None:
-    """Every weight is the largest of its 64 positions, and rounds to nothing."""
+    """Every weight is the largest of its 64 positions, and exact."""
     for isa in instruction_sets():
         y = _one_query(NativeLayers(1, isa, kind), 0.0, -3.0, 1.0, positions, wide)
         torch.testing.assert_close(y, torch.full((wide,), -3.0), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8", "fp8"])
+def test_scores_of_any_size_are_told_apart_from_the_largest_exactly(kind: str) -> None:
+    """Equal ones stay equal: scores of 2e11, times log2(e), are off by 2^13 where the largest is not taken off first."""
+    for isa in instruction_sets():
+        torch.testing.assert_close(_one_query(NativeLayers(1, isa, kind), 2e4, -3.0, 1.7e5, 40, 64), torch.full((64,), -3.0), rtol=1e-5, atol=0)
 
 
 def test_outliers_in_keys_are_spread_in_int8() -> None:

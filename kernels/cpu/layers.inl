@@ -379,15 +379,17 @@ template <typename T, int R>
 // Scores [R][stride] of rows with `unit` each -> prepared weights, their units [spans][R], and what their sums are to be multiplied by
 template <typename T, int R>
 void soften(const Attention &a, const AttentionPiece &p, const int64_t *position, const float *unit, int64_t first, int64_t last, float *scores, int64_t stride, float *units, float *factor) {
-    if constexpr (std::is_same_v<T, int8_t>)
-        return soften_codes<R>(a, p, R, position, unit, first, last, scores, stride, units, factor,
-                               [&](int64_t r, int64_t k, const Lanes &x) { ValueDots::pack(x, scores + r * stride + (k - first) / ValueDots::kCodes); });
-    for (int r = 0; r < R; ++r) {
-        float *s = scores + r * stride;
-        factor[r] = soften_row(s, stride, unit[r]);
-        if (a.cache.scaled) scale_weights<T>(a, p, position[r], s, first, last);
-        factor[r] *= prepare(s, stride, T{}) * a.cache.value_scale;
-        units[r] = 1.0f;
+    if constexpr (std::is_same_v<T, int8_t>) {
+        soften_codes<R>(a, p, R, position, unit, first, last, scores, stride, units, factor,
+                        [&](int64_t r, int64_t k, const Lanes &x) { ValueDots::pack(x, scores + r * stride + (k - first) / ValueDots::kCodes); });
+    } else {
+        for (int r = 0; r < R; ++r) {
+            float *s = scores + r * stride;
+            factor[r] = soften_row(s, stride, unit[r]);
+            if (a.cache.scaled) scale_weights<T>(a, p, position[r], s, first, last);
+            factor[r] *= prepare(s, stride, T{}) * a.cache.value_scale;
+            units[r] = 1.0f;
+        }
     }
 }
 

@@ -95,20 +95,27 @@ void multiply(const uint16_t *x, const uint8_t *panels, int64_t count) {
     }
 }
 
+// Tiles of columns that are computed together: so far apart; and how far it is to the next ones
+struct Tiles {
+    int64_t first, apart, step;
+
+    int64_t tile(int64_t n) const { return first + n * apart; }
+};
+
 // The same while the panels are made, kLead stretches ahead. `last`: the number of stretches that a panel holds, a power of two, less 1; -1: all.
 template <Format F, int M, int N>
-void make_and_multiply(const Weight &w, int64_t tile, const uint16_t *x, uint8_t *panels, int64_t last) {
+void make_and_multiply(const Weight &w, const Tiles &at, const uint16_t *x, uint8_t *panels, int64_t last) {
     constexpr int64_t kBytes = chunk_bytes(F), kMade = kPanelBytes / 4;  // of a chunk's codes and weights
     const int64_t count = stretches(w), tile_bytes = w.inputs() / 8 * kBytes, tile_scales = w.blocks * kTile, of_block = w.block_k / kStretch;
     const Codes<F> codes(w);
-    const auto line = [&](int64_t n, int64_t block) { return Line<F>(w, (tile + n) * tile_scales + block * kTile, N * tile_scales); };
+    const auto line = [&](int64_t n, int64_t block) { return Line<F>(w, at.tile(n) * tile_scales + block * kTile, at.step * tile_scales); };
     const auto ready = [&](int64_t s) {
         const uint8_t *panel = panels + (s & last) * kPanelBytes;
         const uint16_t *rows = x + s * kTileValues;
         return Stretch{panel, panel + count * kPanelBytes, rows, rows + count * kTileValues};
     };
     Line<F> first = line(0, 0), second = line(N - 1, 0);
-    const uint8_t *from = w.codes + tile * tile_bytes;
+    const uint8_t *from = w.codes + at.first * tile_bytes;
     int64_t left = of_block, block = 0;
     const auto stretch = [&](int64_t s, auto multiplied) {
         if (left == 0) {
@@ -124,7 +131,7 @@ void make_and_multiply(const Weight &w, int64_t tile, const uint16_t *x, uint8_t
 #pragma GCC unroll 2
             for (int j = N * i; j < N * (i + 1); ++j) {  // chunks of both tiles
                 const bool other = j >= 4;
-                codes.chunk(from + other * tile_bytes + j % 4 * kBytes, other ? second : first, to + other * count * kPanelBytes + j % 4 * kMade, N * tile_bytes);
+                codes.chunk(from + other * at.apart * tile_bytes + j % 4 * kBytes, other ? second : first, to + other * count * kPanelBytes + j % 4 * kMade, at.step * tile_bytes);
             }
         }
         from += 4 * kBytes;
@@ -139,36 +146,35 @@ void make_and_multiply(const Weight &w, int64_t tile, const uint16_t *x, uint8_t
 
 // Up to M groups of rows x N tiles, what `product` sums
 template <int M, int N, typename P>
-void rows_of_tiles(const Bf16Piece &p, int64_t row, int64_t rows, int64_t group, int64_t tile, float *sums, const P &product) {
+void rows_of_tiles(const Bf16Piece &p, int64_t row, int64_t rows, int64_t group, const Tiles &at, float *sums, const P &product) {
     const Weight &w = *p.weight;
-    float *y = p.y + row * p.y_stride + tile * kTile;
-    for (int64_t r = 0; r < rows; ++r)  // sums would wait behind stores to memory that is not there yet
-        for (int n = 0; n < N; ++n) __builtin_prefetch(y + r * p.y_stride + n * kTile, 1);
+    float *y = p.y + row * p.y_stride + at.first * kTile;
     product(p.x.at(row, stretches(w)));
-    if (rows == M * group && (tile + N) * kTile <= w.columns && !w.bias) return store_sums<M, N>(y, p.y_stride, group);
+    if (!p.gate && rows == M * group && (at.first + N) * kTile <= w.columns && !w.bias) return store_sums<M, N>(y, p.y_stride, group);
     store_sums<M, N>(sums, 2 * kTile, group);
     written_for_tiles();
+    if (p.gate) return p.gate->rows({sums, y, kTile, p.y_stride, p.gate->activation}, 0, rows);
     for (int64_t r = 0; r < rows; ++r)
         for (int n = 0; n < N; ++n) {
-            const int64_t column = (tile + n) * kTile;
+            const int64_t column = at.tile(n) * kTile;
             V::store(y + r * p.y_stride + n * kTile, _mm512_loadu_ps(sums + (2 * r + n) * kTile), w.bias ? w.bias + column : nullptr, w.columns - column);
         }
 }
 
 // All rows x N tiles. The first rows pass while weights are made, or after that where a stretch may have several scales.
 template <Format F, int N>
-void tiles(const Bf16Piece &p, int64_t tile, int64_t group, uint8_t *panels, float *sums) {
+void tiles(const Bf16Piece &p, const Tiles &at, int64_t group, uint8_t *panels, float *sums) {
     const Weight &w = *p.weight;
     const int64_t count = stretches(w);
     const int64_t last = p.row_end - p.row <= 2 * group && count >= kRing ? kRing - 1 : -1;
     bool made = w.block_k % kStretch != 0;
     if (made)
-        for (int n = 0; n < N; ++n) make<F>(w, tile + n, panels + n * count * kPanelBytes);
+        for (int n = 0; n < N; ++n) make<F>(w, at.tile(n), panels + n * count * kPanelBytes);
     written_for_tiles();
     for (int64_t row = p.row; row < p.row_end; row += 2 * group, made = true) {
         const int64_t rows = std::min(p.row_end - row, 2 * group);
-        if (rows > group) rows_of_tiles<2, N>(p, row, rows, group, tile, sums, [&](const uint16_t *x) { made ? multiply<2, N>(x, panels, count) : make_and_multiply<F, 2, N>(w, tile, x, panels, last); });
-        else rows_of_tiles<1, N>(p, row, rows, group, tile, sums, [&](const uint16_t *x) { made ? multiply<1, N>(x, panels, count) : make_and_multiply<F, 1, N>(w, tile, x, panels, last); });
+        if (rows > group) rows_of_tiles<2, N>(p, row, rows, group, at, sums, [&](const uint16_t *x) { made ? multiply<2, N>(x, panels, count) : make_and_multiply<F, 2, N>(w, at, x, panels, last); });
+        else rows_of_tiles<1, N>(p, row, rows, group, at, sums, [&](const uint16_t *x) { made ? multiply<1, N>(x, panels, count) : make_and_multiply<F, 1, N>(w, at, x, panels, last); });
     }
 }
 
@@ -177,9 +183,10 @@ void all_tiles(const Bf16Piece &p, uint8_t *scratch) {
     const int64_t group = std::min(p.row_end - p.row, kGroupRows);
     auto *sums = reinterpret_cast<float *>(scratch + 2 * stretches(*p.weight) * kPanelBytes);
     const Configured configured(config(group));
+    const Tiles pair = p.gate ? Tiles{p.tile, p.weight->tiles() / 2, 1} : Tiles{p.tile, 1, 2};  // a gate beside what it is for
     int64_t tile = p.tile;
-    for (; tile + 2 <= p.tile_end; tile += 2) tiles<F, 2>(p, tile, group, scratch, sums);
-    if (tile < p.tile_end) tiles<F, 1>(p, tile, group, scratch, sums);
+    for (; tile + pair.step <= p.tile_end; tile += pair.step) tiles<F, 2>(p, {tile, pair.apart, pair.step}, group, scratch, sums);
+    if (tile < p.tile_end) tiles<F, 1>(p, {tile, 1, 1}, group, scratch, sums);
 }
 
 void piece(const Bf16Piece &p, void *scratch) {
@@ -193,6 +200,6 @@ void piece(const Bf16Piece &p, void *scratch) {
 
 }  // namespace
 
-constinit const Bf16Functions bf16_amx = {round_rows, piece};
+constinit const Bf16Functions bf16_amx = {round_rows, piece, true};
 
 }  // namespace qforge

@@ -79,6 +79,6 @@ void piece(const Bf16Piece &p, void *) {
 
 }  // namespace
 
-constinit const Bf16Functions bf16_portable = {round_rows, piece};
+constinit const Bf16Functions bf16_portable = {round_rows, piece, false};
 
 }  // namespace qforge

@@ -83,14 +83,14 @@ void Context::grow_scratch(int64_t bytes) {
 
 // Calls run(row, row_end, tile, tile_end, thread) for pieces of a product.
 template <typename F>
-void Context::split_product(const Weight &weight, int64_t rows, const Cut &cut, const F &run) {
+void Context::split_product(int64_t tiles, int64_t rows, const Cut &cut, const F &run) {
     struct Job {
         const F *run;
         int64_t rows, tiles, tile_tasks;
         Cut cut;
     };
-    const int64_t tile_tasks = (weight.tiles() + cut.tiles - 1) / cut.tiles, row_tasks = rows ? (rows + cut.rows - 1) / cut.rows : 0;
-    Job job{&run, rows, weight.tiles(), tile_tasks, cut};
+    const int64_t tile_tasks = (tiles + cut.tiles - 1) / cut.tiles, row_tasks = rows ? (rows + cut.rows - 1) / cut.rows : 0;
+    Job job{&run, rows, tiles, tile_tasks, cut};
     pool_.run(
         static_cast<int>(tile_tasks * row_tasks),
         [](void *context, int task, int thread) {
@@ -109,17 +109,17 @@ Context::Cut Context::cut_panels(const Weight &weight, int64_t rows) const {
 }
 
 // Tasks of products that go over strips of packed weights. in_registers: whether weights are unpacked for each few rows anew, so that tasks may as well share them.
-Context::Cut Context::cut_strips(const Weight &weight, int64_t rows, int64_t tile_rows, int64_t most_rows, bool in_registers) const {
+Context::Cut Context::cut_strips(int64_t tiles, int64_t rows, int64_t tile_rows, int64_t most_rows, bool in_registers) const {
     if (rows <= kFewRows)  // long tasks, which memory feeds as one stream
-        return {kFewRows, std::max<int64_t>(kWideTiles, weight.tiles() / (threads() * 16) / kWideTiles * kWideTiles)};
+        return {kFewRows, std::max<int64_t>(kWideTiles, tiles / (threads() * 16) / kWideTiles * kWideTiles)};
     if (rows > most_rows) return {whole_chunks(rows, tile_rows, most_rows), kWideTiles};
     // Half of the threads take half of the rows, not of the columns: what a row becomes then stays near its thread, also where threads have no cache in common (24 and 32 rows
     // on two chiplets: 19.9 -> 18.4 and 26 -> 24 ms; on one: the same)
     if (in_registers && threads() > 1 && rows >= 4 * kFewRows) return {((rows + 1) / 2 + kFewRows - 1) / kFewRows * kFewRows, kWideTiles};
     // Where rows make one task a strip, it is as long as leaves 8 to a thread: what comes next is brought meanwhile (a step of 20 rows: 16.4 -> 15.3 ms).
     // Strips so few that threads share them unevenly (36 tiles by fours are 9 tasks for two) are halved.
-    const bool few_tasks = weight.tiles() < 32 * threads();
-    return {whole_chunks(rows, tile_rows, most_rows), few_tasks ? kWideTiles / 2 : std::max<int64_t>(kWideTiles, weight.tiles() / (threads() * 8) / kWideTiles * kWideTiles)};
+    const bool few_tasks = tiles < 32 * threads();
+    return {whole_chunks(rows, tile_rows, most_rows), few_tasks ? kWideTiles / 2 : std::max<int64_t>(kWideTiles, tiles / (threads() * 8) / kWideTiles * kWideTiles)};
 }
 
 // Makes rows where that is asked for, and rounds them while they are near.
@@ -133,11 +133,11 @@ void Context::round_rows(int64_t rows, const Weight &weight, const Rows &before,
 
 void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before) {
     const auto held = turn();
-    if (weight.activations == Activations::BF16) return linear_bf16(weight, x, rows, x_stride, y, y_stride, before);
+    if (weight.activations == Activations::BF16) return linear_bf16(weight, x, rows, x_stride, y, y_stride, nullptr, before);
     if (weight.activations != Activations::F32) return linear_blockwise(weight, x, rows, x_stride, y, y_stride, before);
     if (before) split_rows(rows, worth_handing_over(weight.inputs()), before);
     grow_scratch(scratch_floats(weight) * static_cast<int64_t>(sizeof(float)));
-    split_product(weight, rows, cut_panels(weight, rows), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
+    split_product(weight.tiles(), rows, cut_panels(weight, rows), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
         piece_({&weight, x, y, x_stride, y_stride, row, row_end, tile, tile_end}, scratch_[thread].get());
     });
 }
@@ -157,12 +157,22 @@ void Context::linear_blockwise(const Weight &weight, const float *x, int64_t row
     const RoundedBlocks rounded{segment_codes_.data(), segment_scales_.data(), block_sums_.data(), group_scales_.data(), segment_offsets_.data(), segment_middles_.data(), pair_starts_.data()};
     round_rows(rows, weight, before, [&](int64_t first, int64_t end) { blockwise_->round_rows(weight, x, x_stride, rounded, first, end); });
     if (blockwise_->scratch_bytes) grow_scratch(blockwise_->scratch_bytes(weight));
-    split_product(weight, rows, cut_strips(weight, rows, blockwise_->tile_rows, blockwise_->most_rows, blockwise_->in_registers), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
+    split_product(weight.tiles(), rows, cut_strips(weight.tiles(), rows, blockwise_->tile_rows, blockwise_->most_rows, blockwise_->in_registers), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
         blockwise_->piece({&weight, rounded, y, y_stride, row, row_end, tile, tile_end, &cache_ahead_[static_cast<size_t>(thread)]}, scratch_[thread].get());
     });
 }
 
-void Context::linear_bf16(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before) {
+bool Context::gates(const Weight &weight) const {
+    return bf16_->gates && weight.activations == Activations::BF16 && weight.columns % (2 * kTile) == 0 && !weight.bias;
+}
+
+void Context::linear_gated(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, Activation activation, const Rows &before) {
+    const auto held = turn();
+    const Bf16Gate gate{layers_->gate, activation};
+    linear_bf16(weight, x, rows, x_stride, y, y_stride, &gate, before);
+}
+
+void Context::linear_bf16(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Bf16Gate *gate, const Rows &before) {
     const int64_t bytes = (rows + kGroupRows - 1) / kGroupRows * stretches(weight) * kTileValues * 2;
     if (bytes > bf16_bytes_) {
         bf16_bytes_ = 0;
@@ -172,8 +182,9 @@ void Context::linear_bf16(const Weight &weight, const float *x, int64_t rows, in
     const Bf16Rows rounded{reinterpret_cast<uint16_t *>(bf16_rows_.get())};
     round_rows(rows, weight, before, [&](int64_t first, int64_t end) { bf16_->round_rows(weight, x, x_stride, rounded, first, end); });
     grow_scratch(bf16_scratch(weight));
-    split_product(weight, rows, cut_strips(weight, rows, kGroupRows, kBf16Rows, false), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
-        bf16_->piece({&weight, rounded, y, y_stride, row, row_end, tile, tile_end}, scratch_[thread].get());
+    const int64_t tiles = gate ? weight.tiles() / 2 : weight.tiles();
+    split_product(tiles, rows, cut_strips(tiles, rows, kGroupRows, bf16_rows(weight), false), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
+        bf16_->piece({&weight, rounded, y, y_stride, row, row_end, tile, tile_end, gate}, scratch_[thread].get());
     });
 }
 
@@ -186,8 +197,8 @@ void Context::linear_int8(const Weight &weight, const float *x, int64_t rows, in
     const RoundedRows rounded{x, x_stride, weight.inputs(), static_scale, run, codes_.data(), row_scales_.data(), code_sums_.data()};
     round_rows(rows, weight, before, [&](int64_t first, int64_t end) { integer_->round_rows(rounded, first, end); });
     if (integer_->scratch_bytes) grow_scratch(integer_->scratch_bytes(weight));
-    const Cut cut = integer_->panels ? cut_panels(weight, rows) : cut_strips(weight, rows, integer_->tile_rows, integer_->most_rows, !integer_->scratch_bytes);
-    split_product(weight, rows, cut, [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
+    const Cut cut = integer_->panels ? cut_panels(weight, rows) : cut_strips(weight.tiles(), rows, integer_->tile_rows, integer_->most_rows, !integer_->scratch_bytes);
+    split_product(weight.tiles(), rows, cut, [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
         integer_->piece({&weight, codes_.data(), row_scales_.data(), code_sums_.data(), y, y_stride, row, row_end, tile, tile_end, &cache_ahead_[static_cast<size_t>(thread)]}, scratch_[thread].get());
     });
 }

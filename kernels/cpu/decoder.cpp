@@ -119,6 +119,17 @@ void Decoder::product(const Product &product, const float *x, int64_t rows, floa
     }
 }
 
+// branch = down(activation(gate) * up) of what `before` makes of the residual stream
+void Decoder::mlp(const Layer &layer, int64_t rows, const Context::Rows &before) {
+    const Part &first = layer.gate_up.front();
+    if (layer.gate_up.size() == 1 && !first.gather && !first.elsewhere && first.arithmetic == Arithmetic::FP32 && context_.gates(first.weight)) {
+        context_.linear_gated(first.weight, next_.get(), rows, first.weight.inputs(), narrow_.get(), shape_.intermediate, shape_.activation, before);
+        return product(layer.down, narrow_.get(), rows, branch_.get());
+    }
+    product(layer.gate_up, next_.get(), rows, wide_.get(), before);
+    product(layer.down, narrow_.get(), rows, branch_.get(), context_.rows_of(GateRows{wide_.get(), narrow_.get(), shape_.intermediate, shape_.intermediate, shape_.activation}));
+}
+
 Attention Decoder::attention_of(const Layer &layer, const Step &step) const {
     const RopeTables &rope = ropes_[static_cast<size_t>(layer.rope)];
     return {layer.cache, wide_.get(), narrow_.get(), layer.heads, layer.window, layer.scale, layer.q_norm, layer.k_norm, shape_.norm_eps,
@@ -155,7 +166,6 @@ void Decoder::logits(const Step &step, float *logits) {
     embed(step.tokens, rows);
     const auto norm = [&](const float *weight) { return context_.rows_of(NormRows{x_.get(), weight, next_.get(), shape_.width, shape_.norm_eps}); };
     const auto residual = [&](const float *branch, const float *weight) { return context_.rows_of(ResidualRows{x_.get(), branch_.get(), branch, weight, next_.get(), shape_.width, shape_.norm_eps}); };
-    const auto gate = context_.rows_of(GateRows{wide_.get(), narrow_.get(), shape_.intermediate, shape_.activation});
     auto before = norm(layers_[0].input_norm);
     for (size_t i = 0; i < layers_.size(); ++i) {
         const Layer &layer = layers_[i];
@@ -165,8 +175,7 @@ void Decoder::logits(const Step &step, float *logits) {
         if (next) bring(layer, *next, step);
         else rows = keep(step, layer.heads * layer.cache.head_dim);
         product(layer.output, narrow_.get(), rows, branch_.get());
-        product(layer.gate_up, next_.get(), rows, wide_.get(), residual(layer.post_attention_norm, layer.mlp_norm));
-        product(layer.down, narrow_.get(), rows, branch_.get(), gate);
+        mlp(layer, rows, residual(layer.post_attention_norm, layer.mlp_norm));
         before = residual(layer.post_mlp_norm, next ? next->input_norm : norm_);
     }
     product(head_, next_.get(), rows, logits, before);

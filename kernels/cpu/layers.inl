@@ -51,7 +51,7 @@ inline Lanes activate(Activation kind, Lanes x) {
 void gate(const GateRows &g, int64_t row, int64_t row_end) {
     for (; row < row_end; ++row) {
         const float *x = g.x + row * 2 * g.width, *up = x + g.width;
-        float *y = g.y + row * g.width;
+        float *y = g.y + row * g.y_stride;
         int64_t i = 0;
         for (; i + kLanes <= g.width; i += kLanes) Lanes::mul(activate(g.activation, Lanes::load(x + i)), Lanes::load(up + i)).store(y + i);
         if (i < g.width) {

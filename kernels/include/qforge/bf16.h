@@ -9,15 +9,16 @@
 // So bits depend neither on other rows, nor on threads, nor on the instruction set.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
+#include "qforge/layers.h"
 #include "qforge/linear.h"
 
 namespace qforge {
 
 constexpr int64_t kGroupRows = 16, kStretch = 32;            // rows and inputs of a tile of AMX
 constexpr int64_t kTileValues = kGroupRows * kStretch;       // of activations or weights
-constexpr int64_t kBf16Rows = 256;                           // most rows of a task: the more share unpacked weights, the less these cost
 constexpr int64_t kSumsFloats = 4 * kGroupRows * kTile;      // of four tiles
 
 // Of a block's input; what shifts cost least (bf16_amx.cpp). 2^k * scale has to be finite.
@@ -34,17 +35,28 @@ struct Bf16Rows {
     uint16_t *at(int64_t row, int64_t stretches) const { return values + row / kGroupRows * stretches * kTileValues + row % kGroupRows * kStretch; }
 };
 
+// What becomes of products before they are stored: the first half of the columns are gates of the second half.
+struct Bf16Gate {
+    void (*rows)(const GateRows &gate, int64_t row, int64_t row_end);
+    Activation activation;
+};
+
 struct Bf16Piece {
     const Weight *weight;
     Bf16Rows x;
     float *y;
     int64_t y_stride, row, row_end, tile, tile_end;
+    const Bf16Gate *gate;  // null; or tiles are those of the first half, and y has half of the columns: whole tiles, no bias
 };
 
 struct Bf16Functions {
     void (*round_rows)(const Weight &weight, const float *x, int64_t x_stride, const Bf16Rows &to, int64_t row, int64_t row_end);
     void (*piece)(const Bf16Piece &piece, void *scratch);  // scratch: bf16_scratch(weight) bytes, 64-byte aligned, the thread's own
+    bool gates;  // whether it takes pieces with a gate
 };
+
+// Most rows of a task: the more share unpacked weights, the less these cost, while activations stay in a second cache of 2 MiB beside panels.
+inline int64_t bf16_rows(const Weight &w) { return std::clamp<int64_t>((1 << 20) / (stretches(w) * kStretch * 2) / (2 * kGroupRows), 2, 16) * 2 * kGroupRows; }
 
 // Two tiles of weights, and sums of four tiles
 inline int64_t bf16_scratch(const Weight &w) { return 2 * stretches(w) * kTileValues * 2 + kSumsFloats * 4; }

@@ -34,6 +34,9 @@ class Context {
     void linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before = {});
     // The same with x rounded to int8 row by row (integer.h), for INT4 and INT8 weights; static_scale 0 lets each row have its own scale
     void linear_int8(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float static_scale, float *y, int64_t y_stride, const Rows &before = {});
+    // y [rows][columns / 2] = activation of the first half of the columns times the second half; for weights of which gates() is true
+    bool gates(const Weight &weight) const;
+    void linear_gated(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, Activation activation, const Rows &before = {});
     void norm(const NormRows &norm, int64_t rows);  // alone, as tests look at them: a step has a product compute their rows
     void gate(const GateRows &gate, int64_t rows);
     Rows rows_of(const NormRows &norm) const;
@@ -75,9 +78,9 @@ class Context {
     };
 
     Cut cut_panels(const Weight &weight, int64_t rows) const;
-    Cut cut_strips(const Weight &weight, int64_t rows, int64_t tile_rows, int64_t most_rows, bool in_registers) const;
+    Cut cut_strips(int64_t tiles, int64_t rows, int64_t tile_rows, int64_t most_rows, bool in_registers) const;
     void linear_blockwise(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before);
-    void linear_bf16(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before);
+    void linear_bf16(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Bf16Gate *gate, const Rows &before);
     void grow_scratch(int64_t bytes);  // of each thread, whose contents are lost
     // A piece must be worth the hand-over to another thread.
     template <typename F>
@@ -100,7 +103,7 @@ class Context {
     template <typename F>
     void round_rows(int64_t rows, const Weight &weight, const Rows &before, const F &round);
     template <typename F>
-    void split_product(const Weight &weight, int64_t rows, const Cut &cut, const F &run);
+    void split_product(int64_t tiles, int64_t rows, const Cut &cut, const F &run);
 
     std::recursive_mutex turn_;
     Pool pool_;

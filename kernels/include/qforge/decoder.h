@@ -75,6 +75,7 @@ class Decoder {
   private:
     void embed(const int64_t *tokens, int64_t rows);
     void product(const Product &product, const float *x, int64_t rows, float *y, const Context::Rows &before = {});
+    void mlp(const Layer &layer, int64_t rows, const Context::Rows &before);
     Attention attention_of(const Layer &layer, const Step &step) const;
     int64_t keep(const Step &step, int64_t attended);  // how many rows that are
     void bring(const Layer &layer, const Layer &next, const Step &step);

@@ -59,10 +59,10 @@ struct ResidualRows {  // x += y, or x += norm(y) where the family norms what a 
     float eps;
 };
 
-struct GateRows {  // y[r][i] = act(x[r][i]) * x[r][width + i]
+struct GateRows {  // y[r][i] = act(x[r][i]) * x[r][width + i], y_stride floats from row to row of y
     const float *x;
     float *y;
-    int64_t width;
+    int64_t width, y_stride;
     Activation activation;
 };
 

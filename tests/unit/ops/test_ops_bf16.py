@@ -10,7 +10,7 @@ import torch
 
 from qforge import numerics
 from qforge.ops.native import NativeBf16
-from qforge.ops.native_module import instruction_sets
+from qforge.ops.native_module import context, instruction_sets, module
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
 
@@ -56,6 +56,35 @@ def test_tiles_give_the_bits_of_plain_code(rows: int, text: str, shape: tuple[in
         text = re.sub("g64|g32", "g8", text)
     q, x = _quantized(text, *shape), _inputs(rows, shape[1])
     assert torch.equal(_run("amx", q, x), _run("portable", q, x))
+
+
+@pytest.mark.parametrize("activation", ["SILU", "GELU_TANH"])
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 33, 64, 300, 700])
+@pytest.mark.parametrize("text", ["int4-g64-sym", "int8-g64-sym", "int4-g8-asym", "nf4-g64"])
+@pytest.mark.parametrize("shape", [(32, 64), (96, 192), (416, 320)])
+@pytest.mark.skipif("amx" not in instruction_sets(), reason="this CPU has no AMX")
+def test_gates_applied_by_the_product_give_the_bits_of_two_calls(rows: int, text: str, shape: tuple[int, int], activation: str) -> None:
+    """What lies beside the result stays as it was."""
+    q, x = _quantized(text, *shape), _inputs(rows, shape[1])
+    kernel, width = NativeBf16(2, "amx"), shape[0] // 2
+    packed, kind = kernel.prepack(q), getattr(module().Activation, activation)
+    products, apart = _run("portable", q, x), torch.empty(rows, width)
+    context(2, "portable").gate(products.data_ptr(), apart.data_ptr(), rows, width, kind)
+    at_once = torch.full((rows, width + 3), 7.0)
+    assert context(2, "amx").gates(packed.view)
+    context(2, "amx").linear_gated(packed.view, x.data_ptr(), rows, shape[1], at_once.data_ptr(), width + 3, kind)
+    assert torch.equal(at_once[:, :width], apart)
+    assert (at_once[:, width:] == 7).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_gates_are_applied_apart_where_halves_are_not_whole_tiles(isa: str) -> None:
+    """So also where a bias comes between."""
+    whole, half = (NativeBf16(2, isa).prepack(_quantized("int4-g64-sym", n, 64)).view for n in (64, 48))
+    assert context(2, isa).gates(whole) == (isa == "amx")
+    assert not context(2, isa).gates(half)
+    with pytest.raises(ValueError, match="gates at once"):
+        context(2, isa).linear_gated(half, 0, 0, 64, 0, 24, module().Activation.SILU)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -80,11 +80,13 @@ def test_gates_applied_by_the_product_give_the_bits_of_two_calls(rows: int, text
 @pytest.mark.parametrize("isa", ISAS)
 def test_gates_are_applied_apart_where_halves_are_not_whole_tiles(isa: str) -> None:
     """So also where a bias comes between."""
-    whole, half = (NativeBf16(2, isa).prepack(_quantized("int4-g64-sym", n, 64)).view for n in (64, 48))
-    assert context(2, isa).gates(whole) == (isa == "amx")
-    assert not context(2, isa).gates(half)
+    plain, biased = _quantized("int4-g64-sym", 64, 64), replace(_quantized("int4-g64-sym", 64, 64), bias=torch.ones(64))
+    whole, other, half = (NativeBf16(2, isa).prepack(q) for q in (plain, biased, _quantized("int4-g64-sym", 48, 64)))
+    assert context(2, isa).gates(whole.view) == (isa == "amx")
+    assert not context(2, isa).gates(other.view)
+    assert not context(2, isa).gates(half.view)
     with pytest.raises(ValueError, match="gates at once"):
-        context(2, isa).linear_gated(half, 0, 0, 64, 0, 24, module().Activation.SILU)
+        context(2, isa).linear_gated(half.view, 0, 0, 64, 0, 24, module().Activation.SILU)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -87,14 +87,14 @@ NB_MODULE(_native, m) {
                 self.linear(weight, pointer<const float>(x), rows, x_stride, pointer<float>(y), y_stride);
             },
             nb::arg("weight"), nb::arg("x"), nb::arg("rows"), nb::arg("x_stride"), nb::arg("y"), nb::arg("y_stride"), nb::call_guard<nb::gil_scoped_release>());
-    context.def("gates", &Context::gates, nb::arg("weight"), "Whether linear_gated takes the weight.");
+    context.def("gates", &Context::gates, nb::arg("gate_up"), nb::arg("down"), "Whether linear_gated takes the weights.");
     context.def(
         "linear_gated",
-        [](Context &self, const Weight &weight, uintptr_t x, int64_t rows, int64_t x_stride, uintptr_t y, int64_t y_stride, Activation activation) {
-            if (!self.gates(weight)) throw std::invalid_argument("no kernel here multiplies this weight and applies its gates at once");
-            self.linear_gated(weight, pointer<const float>(x), rows, x_stride, pointer<float>(y), y_stride, activation);
+        [](Context &self, const Weight &gate_up, const Weight &down, uintptr_t x, int64_t rows, int64_t x_stride, uintptr_t y, int64_t y_stride, Activation activation) {
+            if (!self.gates(gate_up, down)) throw std::invalid_argument("no kernel here multiplies these weights and applies gates between them");
+            self.linear_gated(gate_up, down, pointer<const float>(x), rows, x_stride, pointer<float>(y), y_stride, activation);
         },
-        nb::arg("weight"), nb::arg("x"), nb::arg("rows"), nb::arg("x_stride"), nb::arg("y"), nb::arg("y_stride"), nb::arg("activation"), nb::call_guard<nb::gil_scoped_release>());
+        nb::arg("gate_up"), nb::arg("down"), nb::arg("x"), nb::arg("rows"), nb::arg("x_stride"), nb::arg("y"), nb::arg("y_stride"), nb::arg("activation"), nb::call_guard<nb::gil_scoped_release>());
     context.def(
         "linear_int8",
         [](Context &self, const Weight &weight, uintptr_t x, int64_t rows, int64_t x_stride, float static_scale, uintptr_t y, int64_t y_stride) {
@@ -117,7 +117,7 @@ NB_MODULE(_native, m) {
     context.def(
         "gate",
         [](Context &self, uintptr_t x, uintptr_t y, int64_t rows, int64_t width, Activation activation) {
-            self.gate({pointer<const float>(x), pointer<float>(y), width, width, activation}, rows);
+            self.gate({pointer<const float>(x), pointer<float>(y), width, activation}, rows);
         },
         nb::arg("x"), nb::arg("y"), nb::arg("rows"), nb::arg("width"), nb::arg("activation"), nb::call_guard<nb::gil_scoped_release>());
     context.def(

@@ -1,20 +1,8 @@
 // What attention over paged blocks is made of, written once over `Lanes` (layers.inl): numbers and integers in rows, where keys and values lie, masks, and the softmax.
 
+#include "activation.inl"
+
 constexpr int64_t kLanes = 16;
-
-// 2^x to about 3 ulp, exactly 0 from -126 down, NaN of NaN (min gives its second argument where one is NaN); the polynomial is 2^f's of degree 5 with the least relative error for |f| <= 1/2
-inline Lanes exp2(Lanes x) {
-    const Lanes most = Lanes::min(Lanes::set(127.0f), x), n = Lanes::round(most), f = Lanes::sub(most, n);
-    Lanes p = Lanes::set(1.3276472e-3f);
-    p = Lanes::fma(p, f, Lanes::set(9.6755413e-3f));
-    p = Lanes::fma(p, f, Lanes::set(5.5507133e-2f));
-    p = Lanes::fma(p, f, Lanes::set(2.4022120e-1f));
-    p = Lanes::fma(p, f, Lanes::set(6.9314697e-1f));
-    p = Lanes::fma(p, f, Lanes::set(1.0f));
-    return Lanes::zero_below(x, Lanes::set(-126.0f), Lanes::exp_scale(p, n));
-}
-
-constexpr float kLog2e = 1.44269504088896341f;
 
 // Numbers [count] in place: sixteen at a time through `pack`, to `Bytes` bytes each, and zeros up to a whole float
 template <int Bytes, typename Pack>

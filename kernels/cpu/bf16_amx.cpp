@@ -6,9 +6,14 @@
 
 #include "amx_config.inl"
 #include "bf16_512.inl"
+#include "qforge/layers.h"
 
 namespace qforge {
 namespace {
+
+#include "lanes_512.inl"
+
+#include "activation.inl"
 
 constexpr int64_t kLead = 2;      // stretches that weights are made before they are multiplied
 constexpr int64_t kRing = 4;      // stretches of a panel that rows pass but once: a whole one would drive activations out of the L1 cache
@@ -144,16 +149,33 @@ void make_and_multiply(const Weight &w, const Tiles &at, const uint16_t *x, uint
         for (int i = 0; i < 4; ++i) part<M, N>(i, ready(s));
 }
 
+// What gates make of the sums of a tile of them and one beside it
+template <Activation A>
+void gated(const Bf16Gate &gate, const float *sums, int64_t row, int64_t rows, const Tiles &at) {
+    const bool last = at.first + 1 == at.apart && at.apart % 2;  // of an odd number
+    const int64_t place = at.first / 2 * kTileValues + at.first % 2 * kTile;
+    for (int64_t r = 0; r < rows; ++r, sums += 2 * kTile) {
+        const __m256bh result = _mm512_cvtneps_pbh(Lanes::mul(activate(A, Lanes::load(sums)), Lanes::load(sums + kTile)).v);
+        uint16_t *to = gate.to.at(row + r, gate.stretches) + place;
+        _mm256_store_si256(reinterpret_cast<__m256i *>(to), reinterpret_cast<const __m256i &>(result));
+        if (last) _mm256_store_si256(reinterpret_cast<__m256i *>(to + kTile), _mm256_setzero_si256());
+    }
+}
+
 // Up to M groups of rows x N tiles, what `product` sums
 template <int M, int N, typename P>
 void rows_of_tiles(const Bf16Piece &p, int64_t row, int64_t rows, int64_t group, const Tiles &at, float *sums, const P &product) {
     const Weight &w = *p.weight;
-    float *y = p.y + row * p.y_stride + at.first * kTile;
     product(p.x.at(row, stretches(w)));
-    if (!p.gate && rows == M * group && (at.first + N) * kTile <= w.columns && !w.bias) return store_sums<M, N>(y, p.y_stride, group);
+    if (p.gate) {
+        store_sums<M, N>(sums, 2 * kTile, group);
+        written_for_tiles();
+        return p.gate->activation == Activation::SILU ? gated<Activation::SILU>(*p.gate, sums, row, rows, at) : gated<Activation::GELU_TANH>(*p.gate, sums, row, rows, at);
+    }
+    float *y = p.y + row * p.y_stride + at.first * kTile;
+    if (rows == M * group && (at.first + N) * kTile <= w.columns && !w.bias) return store_sums<M, N>(y, p.y_stride, group);
     store_sums<M, N>(sums, 2 * kTile, group);
     written_for_tiles();
-    if (p.gate) return p.gate->rows({sums, y, kTile, p.y_stride, p.gate->activation}, 0, rows);
     for (int64_t r = 0; r < rows; ++r)
         for (int n = 0; n < N; ++n) {
             const int64_t column = at.tile(n) * kTile;

@@ -133,7 +133,7 @@ void Context::round_rows(int64_t rows, const Weight &weight, const Rows &before,
 
 void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before) {
     const auto held = turn();
-    if (weight.activations == Activations::BF16) return linear_bf16(weight, x, rows, x_stride, y, y_stride, nullptr, before);
+    if (weight.activations == Activations::BF16) return product_bf16(weight, rounded_bf16(weight, x, rows, x_stride, before), rows, y, y_stride, nullptr);
     if (weight.activations != Activations::F32) return linear_blockwise(weight, x, rows, x_stride, y, y_stride, before);
     if (before) split_rows(rows, worth_handing_over(weight.inputs()), before);
     grow_scratch(scratch_floats(weight) * static_cast<int64_t>(sizeof(float)));
@@ -162,25 +162,36 @@ void Context::linear_blockwise(const Weight &weight, const float *x, int64_t row
     });
 }
 
-bool Context::gates(const Weight &weight) const {
-    return bf16_->gates && weight.activations == Activations::BF16 && weight.columns % (2 * kTile) == 0 && !weight.bias;
+bool Context::gates(const Weight &gate_up, const Weight &down) const {
+    const bool bf16 = gate_up.activations == Activations::BF16 && down.activations == Activations::BF16;
+    return bf16_->gates && bf16 && gate_up.columns % (2 * kTile) == 0 && gate_up.columns == 2 * down.inputs() && !gate_up.bias;
 }
 
-void Context::linear_gated(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, Activation activation, const Rows &before) {
+void Context::linear_gated(const Weight &gate_up, const Weight &down, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, Activation activation, const Rows &before) {
     const auto held = turn();
-    const Bf16Gate gate{layers_->gate, activation};
-    linear_bf16(weight, x, rows, x_stride, y, y_stride, &gate, before);
+    const Bf16Rows rounded = rounded_bf16(gate_up, x, rows, x_stride, before), gated = bf16_rows_[1].of(down, rows);
+    const Bf16Gate gate{activation, gated, stretches(down)};
+    product_bf16(gate_up, rounded, rows, nullptr, 0, &gate);
+    product_bf16(down, gated, rows, y, y_stride, nullptr);
 }
 
-void Context::linear_bf16(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Bf16Gate *gate, const Rows &before) {
+Bf16Rows Context::Bf16Room::of(const Weight &weight, int64_t rows) {
     const int64_t bytes = (rows + kGroupRows - 1) / kGroupRows * stretches(weight) * kTileValues * 2;
-    if (bytes > bf16_bytes_) {
-        bf16_bytes_ = 0;
-        bf16_rows_ = take_floats((bytes + 3) / 4);
-        bf16_bytes_ = bytes;
+    if (bytes > bytes_) {
+        bytes_ = 0;
+        memory_ = take_floats((bytes + 3) / 4);
+        bytes_ = bytes;
     }
-    const Bf16Rows rounded{reinterpret_cast<uint16_t *>(bf16_rows_.get())};
+    return {reinterpret_cast<uint16_t *>(memory_.get())};
+}
+
+Bf16Rows Context::rounded_bf16(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, const Rows &before) {
+    const Bf16Rows rounded = bf16_rows_[0].of(weight, rows);
     round_rows(rows, weight, before, [&](int64_t first, int64_t end) { bf16_->round_rows(weight, x, x_stride, rounded, first, end); });
+    return rounded;
+}
+
+void Context::product_bf16(const Weight &weight, const Bf16Rows &rounded, int64_t rows, float *y, int64_t y_stride, const Bf16Gate *gate) {
     grow_scratch(bf16_scratch(weight));
     const int64_t tiles = gate ? weight.tiles() / 2 : weight.tiles();
     split_product(tiles, rows, cut_strips(tiles, rows, kGroupRows, bf16_rows(weight), false), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {

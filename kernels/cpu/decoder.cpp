@@ -121,13 +121,13 @@ void Decoder::product(const Product &product, const float *x, int64_t rows, floa
 
 // branch = down(activation(gate) * up) of what `before` makes of the residual stream
 void Decoder::mlp(const Layer &layer, int64_t rows, const Context::Rows &before) {
-    const Part &first = layer.gate_up.front();
-    if (layer.gate_up.size() == 1 && !first.gather && !first.elsewhere && first.arithmetic == Arithmetic::FP32 && context_.gates(first.weight)) {
-        context_.linear_gated(first.weight, next_.get(), rows, first.weight.inputs(), narrow_.get(), shape_.intermediate, shape_.activation, before);
-        return product(layer.down, narrow_.get(), rows, branch_.get());
+    const auto plain = [](const Product &p) { return p.size() == 1 && !p[0].gather && !p[0].elsewhere && p[0].arithmetic == Arithmetic::FP32; };
+    if (plain(layer.gate_up) && plain(layer.down)) {
+        const Weight &gate_up = layer.gate_up[0].weight, &down = layer.down[0].weight;
+        if (context_.gates(gate_up, down)) return context_.linear_gated(gate_up, down, next_.get(), rows, gate_up.inputs(), branch_.get(), down.columns, shape_.activation, before);
     }
     product(layer.gate_up, next_.get(), rows, wide_.get(), before);
-    product(layer.down, narrow_.get(), rows, branch_.get(), context_.rows_of(GateRows{wide_.get(), narrow_.get(), shape_.intermediate, shape_.intermediate, shape_.activation}));
+    product(layer.down, narrow_.get(), rows, branch_.get(), context_.rows_of(GateRows{wide_.get(), narrow_.get(), shape_.intermediate, shape_.activation}));
 }
 
 Attention Decoder::attention_of(const Layer &layer, const Step &step) const {

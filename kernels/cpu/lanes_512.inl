@@ -14,7 +14,7 @@ struct Lanes {
     static Lanes add(Lanes a, Lanes b) { return {_mm512_add_ps(a.v, b.v)}; }
     static Lanes sub(Lanes a, Lanes b) { return {_mm512_sub_ps(a.v, b.v)}; }
     static Lanes mul(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
-    static Lanes div(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
+    static Lanes guess_reciprocal(Lanes x) { return {_mm512_castsi512_ps(_mm512_sub_epi32(_mm512_set1_epi32(kReciprocal), _mm512_castps_si512(x.v)))}; }
     static Lanes max(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }
     static Lanes min(Lanes a, Lanes b) { return {_mm512_min_ps(a.v, b.v)}; }
     static Lanes max_or_nan(Lanes a, Lanes b) { return {_mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)))}; }

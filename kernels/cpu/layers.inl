@@ -1,7 +1,7 @@
 // The functions of layers.h, written once over `Lanes` (16 floats), which the including file defines for its instruction set.
-// Lanes: sum() of lanes i and i + 8, then of neighbours, neighbouring pairs, and halves; largest(); load (floats, halves, FP8 codes divided by kFp8), store, set, fma(a, b, c) = a b + c, add, sub, mul, div, min, max,
+// Lanes: sum() of lanes i and i + 8, then of neighbours, neighbouring pairs, and halves; largest(); load (floats, halves, FP8 codes divided by kFp8), store, set, fma(a, b, c) = a b + c, add, sub, mul, min, max,
 //        magnitude, max_or_nan and largest_or_nan (of numbers from +0 up, or NaN, which then is the result), within(first, last, other) = only lanes [first, last] of it, exp_scale(p, n) = p 2^n for integral n,
-//        round, zero_below(x, limit, y) = x <= limit ? 0 : y, to_bf16 and to_int16 (16 numbers, ties to even, into 32 bytes), to_bytes (-127 to 127, into 16). to_half(x): the nearest half, ties to even.
+//        guess_reciprocal(x) = what kReciprocal less the bits of x stands for, round, zero_below(x, limit, y) = x <= limit ? 0 : y, to_bf16 and to_int16 (16 numbers, ties to even, into 32 bytes), to_bytes (-127 to 127, into 16). to_half(x): the nearest half, ties to even.
 // Also in the including file: kSums, how many sums over 16 columns registers hold; and, over 16 columns and as many codes of a row as a float holds (see Fmas for the interface):
 // KeyDots and ValueDots of int8, exact, whose codes their pack() makes; Bf16Dots: in fp32, the second product is added first, then the first (as AVX512-BF16 does).
 
@@ -39,19 +39,10 @@ void residual(const ResidualRows &r, int64_t row, int64_t row_end) {
     }
 }
 
-inline Lanes activate(Activation kind, Lanes x) {
-    const Lanes one = Lanes::set(1.0f);
-    if (kind == Activation::SILU) return Lanes::div(x, Lanes::add(one, exp2(Lanes::mul(x, Lanes::set(-kLog2e)))));
-    // x/2 (1 + tanh(u)) = x / (1 + e^(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3)
-    const Lanes cube = Lanes::mul(Lanes::mul(x, x), x);
-    const Lanes u = Lanes::mul(Lanes::set(0.7978845608028654f), Lanes::fma(Lanes::set(0.044715f), cube, x));
-    return Lanes::div(x, Lanes::add(one, exp2(Lanes::mul(u, Lanes::set(-2.0f * kLog2e)))));
-}
-
 void gate(const GateRows &g, int64_t row, int64_t row_end) {
     for (; row < row_end; ++row) {
         const float *x = g.x + row * 2 * g.width, *up = x + g.width;
-        float *y = g.y + row * g.y_stride;
+        float *y = g.y + row * g.width;
         int64_t i = 0;
         for (; i + kLanes <= g.width; i += kLanes) Lanes::mul(activate(g.activation, Lanes::load(x + i)), Lanes::load(up + i)).store(y + i);
         if (i < g.width) {

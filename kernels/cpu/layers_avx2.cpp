@@ -23,7 +23,7 @@ struct Lanes {
     static Lanes add(const Lanes &a, const Lanes &b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
     static Lanes sub(const Lanes &a, const Lanes &b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
     static Lanes mul(const Lanes &a, const Lanes &b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
-    static Lanes div(const Lanes &a, const Lanes &b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+    static Lanes guess_reciprocal(const Lanes &x) { return {guess_reciprocal(x.lo), guess_reciprocal(x.hi)}; }
     static Lanes max(const Lanes &a, const Lanes &b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
     static Lanes min(const Lanes &a, const Lanes &b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
     static Lanes max_or_nan(const Lanes &a, const Lanes &b) { return {larger(a.lo, b.lo), larger(a.hi, b.hi)}; }
@@ -90,6 +90,7 @@ struct Lanes {
         const __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(half, _mm_set1_epi16(0x7fff)), _mm_set1_epi16(0x3f80));
         return _mm_or_si128(half, _mm_and_si128(nan, _mm_set1_epi16(0x4000)));
     }
+    static __m256 guess_reciprocal(__m256 x) { return _mm256_castsi256_ps(_mm256_sub_epi32(_mm256_set1_epi32(kReciprocal), _mm256_castps_si256(x))); }
     static __m256 exp_scale(__m256 p, __m256 n) { return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23))); }
     static __m256i upper_halves(__m256 x) {  // rounded
         const __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

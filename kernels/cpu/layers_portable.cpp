@@ -29,7 +29,7 @@ struct Lanes {
     static Lanes add(const Lanes &a, const Lanes &b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
     static Lanes sub(const Lanes &a, const Lanes &b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
     static Lanes mul(const Lanes &a, const Lanes &b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
-    static Lanes div(const Lanes &a, const Lanes &b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
+    static Lanes guess_reciprocal(const Lanes &x) { return each([&](int i) { return __builtin_bit_cast(float, kReciprocal - __builtin_bit_cast(int32_t, x.v[i])); }); }
     static Lanes max(const Lanes &a, const Lanes &b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
     static Lanes min(const Lanes &a, const Lanes &b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
     static Lanes max_or_nan(const Lanes &a, const Lanes &b) { return each([&](int i) { return __builtin_bit_cast(uint32_t, a.v[i]) > __builtin_bit_cast(uint32_t, b.v[i]) ? a.v[i] : b.v[i]; }); }

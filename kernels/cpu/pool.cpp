@@ -16,45 +16,54 @@ namespace qforge {
 namespace {
 
 constexpr int kSpins = 4000;  // about 50 us: longer than the gap between two linears of one layer, shorter than a scheduler's time slice
-constexpr uint64_t kField = (1u << 20) - 1;
+constexpr int kBits = 20;     // of a number of tasks
+constexpr uint64_t kField = (1u << kBits) - 1, kEpochs = (1u << 24) - 1;
 
-uint32_t epoch_of(uint64_t tasks) { return static_cast<uint32_t>(tasks >> 40); }
-uint64_t first_of(uint64_t tasks) { return tasks >> 20 & kField; }
+uint64_t epoch_of_job(uint64_t job) { return job >> kBits; }
+uint64_t epoch_of(uint64_t tasks) { return tasks >> 2 * kBits; }
+uint64_t first_of(uint64_t tasks) { return tasks >> kBits & kField; }
 uint64_t end_of(uint64_t tasks) { return tasks & kField; }
+uint64_t packed(uint64_t epoch, uint64_t first, uint64_t end) { return epoch << 2 * kBits | first << kBits | end; }
+uint64_t after(uint64_t epoch) { return (epoch + 1) & kEpochs; }
 
 }  // namespace
 
-Pool::Pool(int threads) : ranges_(static_cast<size_t>(threads)) {
+Pool::Pool(int threads) : parts_(static_cast<size_t>(threads)) {
     for (int t = 1; t < threads; ++t) workers_.emplace_back([this, t] { work(t); });
 }
 
 Pool::~Pool() {
     stopping_.store(true);
-    epoch_.fetch_add(1);
-    epoch_.notify_all();
+    job_.fetch_add(1);
+    job_.notify_all();
     for (auto &w : workers_) w.join();
 }
 
-// Takes one task of job `epoch` from a range: the first of one's own, the last of another's.
-bool Pool::claim(uint32_t epoch, Range &range, bool own, int &task) {
-    uint64_t tasks = range.tasks.load(std::memory_order_acquire);
+// Takes a task of a part: the first of one's own, the last of another's. Whoever comes first finds what the job before has left there, and begins.
+bool Pool::claim(uint64_t job, int part, bool own, int &task) {
+    const uint64_t epoch = epoch_of_job(job), count = job & kField, all = parts_.size(), p = static_cast<uint64_t>(part);
+    std::atomic<uint64_t> &tasks = parts_[p].tasks;
+    uint64_t found = tasks.load(std::memory_order_acquire), first, end;
     do {
-        if (epoch_of(tasks) != epoch || first_of(tasks) >= end_of(tasks)) return false;
-        task = static_cast<int>(own ? first_of(tasks) : end_of(tasks) - 1);
-    } while (!range.tasks.compare_exchange_weak(tasks, own ? tasks + (1u << 20) : tasks - 1, std::memory_order_acq_rel, std::memory_order_acquire));
+        const bool begun = epoch_of(found) == epoch;
+        if (!begun && after(epoch_of(found)) != epoch) return false;  // the job is over
+        first = begun ? first_of(found) : count * p / all;
+        end = begun ? end_of(found) : count * (p + 1) / all;
+        if (first >= end) return false;
+        task = static_cast<int>(own ? first++ : --end);
+    } while (!tasks.compare_exchange_weak(found, packed(epoch, first, end), std::memory_order_acq_rel, std::memory_order_acquire));
     return true;
 }
 
-// A successful claim keeps the job alive until its task is counted as done, so task_ and context_ are read after it.
-void Pool::work_on(uint32_t epoch, int thread) {
+// A successful claim keeps the job alive until its task is counted as finished, so task_ and context_ are read after it.
+void Pool::work_on(uint64_t job, int thread) {
     const int all = threads();
-    for (int i = 0; i < all; ++i) {
-        Range &range = ranges_[static_cast<size_t>((thread + i) % all)];
-        for (int task; claim(epoch, range, i == 0, task);) {
+    std::atomic<uint64_t> &finished = parts_[static_cast<size_t>(thread)].finished;
+    for (int i = 0; i < all; ++i)
+        for (int task; claim(job, (thread + i) % all, i == 0, task);) {
             task_(context_, task, thread);
-            pending_.fetch_sub(1, std::memory_order_release);
+            finished.store(finished.load(std::memory_order_relaxed) + 1, std::memory_order_release);
         }
-    }
 }
 
 void Pool::run(int count, Task task, void *context) {
@@ -62,50 +71,62 @@ void Pool::run(int count, Task task, void *context) {
         for (int i = 0; i < count; ++i) task(context, i, 0);
         return;
     }
-    constexpr int kMost = 1 << 19;
-    for (int first = 0; first < count; first += kMost) {  // the counter has 20 bits; more tasks than that never happen in practice, but stay right
+    if (count <= static_cast<int>(kField)) return run_at_once(count, task, context);
+    for (int first = 0; first < count; first += kField) {  // so many tasks never happen in practice, but stay right
         struct Shifted {
             Task task;
             void *context;
             int first;
         } shifted{task, context, first};
-        task_ = [](void *c, int i, int thread) {
+        const auto run_shifted = [](void *c, int i, int thread) {
             auto *s = static_cast<Shifted *>(c);
             s->task(s->context, s->first + i, thread);
         };
-        context_ = &shifted;
-        const int here = std::min(count - first, kMost);
-        pending_.store(here, std::memory_order_relaxed);
-        const uint32_t epoch = (epoch_of(ranges_[0].tasks.load(std::memory_order_relaxed)) + 1) & 0xFFFFFF;
-        const auto share = [&](size_t thread) { return static_cast<uint64_t>(here) * thread / ranges_.size(); };
-        for (size_t t = 0; t < ranges_.size(); ++t) ranges_[t].tasks.store(static_cast<uint64_t>(epoch) << 40 | share(t) << 20 | share(t + 1), std::memory_order_release);
-        epoch_.fetch_add(1, std::memory_order_release);
-        epoch_.notify_all();
-        work_on(epoch, 0);
-        for (int spins = 0; pending_.load(std::memory_order_acquire) != 0; ++spins) {
-            if (spins < kSpins)
-                QFORGE_PAUSE();
-            else
-                std::this_thread::yield();
+        run_at_once(std::min(count - first, static_cast<int>(kField)), run_shifted, &shifted);
+    }
+}
+
+void Pool::run_at_once(int count, Task task, void *context) {
+    const auto finished = [this] {
+        uint64_t sum = 0;
+        for (const Part &p : parts_) sum += p.finished.load(std::memory_order_acquire);
+        return sum;
+    };
+    const uint64_t last = finished() + static_cast<uint64_t>(count), epoch = after(epoch_of_job(job_.load(std::memory_order_relaxed)));
+    task_ = task;
+    context_ = context;
+    if (count < threads())  // a part without tasks is begun by nobody
+        for (Part &p : parts_) {
+            const uint64_t at = static_cast<uint64_t>(&p - parts_.data()), all = parts_.size();
+            p.tasks.store(packed(epoch, static_cast<uint64_t>(count) * at / all, static_cast<uint64_t>(count) * (at + 1) / all), std::memory_order_release);
         }
+    const uint64_t job = epoch << kBits | static_cast<uint64_t>(count);
+    job_.store(job, std::memory_order_release);
+    job_.notify_all();
+    work_on(job, 0);
+    for (int spins = 0; finished() != last; ++spins) {
+        if (spins < kSpins)
+            QFORGE_PAUSE();
+        else
+            std::this_thread::yield();
     }
 }
 
 void Pool::work(int thread) {
-    uint32_t seen = 0;
+    uint64_t seen = 0;
     while (true) {
-        uint32_t now = epoch_.load(std::memory_order_acquire);
+        uint64_t now = job_.load(std::memory_order_acquire);
         for (int spins = 0; now == seen && spins < kSpins; ++spins) {
             QFORGE_PAUSE();
-            now = epoch_.load(std::memory_order_acquire);
+            now = job_.load(std::memory_order_acquire);
         }
         if (now == seen) {
-            epoch_.wait(seen, std::memory_order_acquire);
+            job_.wait(seen, std::memory_order_acquire);
             continue;
         }
         seen = now;
         if (stopping_.load()) return;
-        work_on(epoch_of(ranges_[static_cast<size_t>(thread)].tasks.load(std::memory_order_acquire)), thread);
+        work_on(now, thread);
     }
 }
 

@@ -35,10 +35,11 @@ struct Bf16Rows {
     uint16_t *at(int64_t row, int64_t stretches) const { return values + row / kGroupRows * stretches * kTileValues + row % kGroupRows * kStretch; }
 };
 
-// What becomes of products before they are stored: the first half of the columns are gates of the second half.
+// What becomes of products before they are stored: the first half of the columns are gates of the second half, and the results are rounded for the next product.
 struct Bf16Gate {
-    void (*rows)(const GateRows &gate, int64_t row, int64_t row_end);
     Activation activation;
+    Bf16Rows to;
+    int64_t stretches;  // of the next product; what lies past the last input becomes 0
 };
 
 struct Bf16Piece {
@@ -46,7 +47,7 @@ struct Bf16Piece {
     Bf16Rows x;
     float *y;
     int64_t y_stride, row, row_end, tile, tile_end;
-    const Bf16Gate *gate;  // null; or tiles are those of the first half, and y has half of the columns: whole tiles, no bias
+    const Bf16Gate *gate;  // null; or tiles are those of the first half, whole ones, without bias, and nothing goes to y
 };
 
 struct Bf16Functions {

@@ -34,9 +34,9 @@ class Context {
     void linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before = {});
     // The same with x rounded to int8 row by row (integer.h), for INT4 and INT8 weights; static_scale 0 lets each row have its own scale
     void linear_int8(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float static_scale, float *y, int64_t y_stride, const Rows &before = {});
-    // y [rows][columns / 2] = activation of the first half of the columns times the second half; for weights of which gates() is true
-    bool gates(const Weight &weight) const;
-    void linear_gated(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, Activation activation, const Rows &before = {});
+    // y = what `down` makes of activation(the first half of gate_up's columns) times the second half; for weights of which gates() is true
+    bool gates(const Weight &gate_up, const Weight &down) const;
+    void linear_gated(const Weight &gate_up, const Weight &down, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, Activation activation, const Rows &before = {});
     void norm(const NormRows &norm, int64_t rows);  // alone, as tests look at them: a step has a product compute their rows
     void gate(const GateRows &gate, int64_t rows);
     Rows rows_of(const NormRows &norm) const;
@@ -80,7 +80,8 @@ class Context {
     Cut cut_panels(const Weight &weight, int64_t rows) const;
     Cut cut_strips(int64_t tiles, int64_t rows, int64_t tile_rows, int64_t most_rows, bool in_registers) const;
     void linear_blockwise(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before);
-    void linear_bf16(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Bf16Gate *gate, const Rows &before);
+    Bf16Rows rounded_bf16(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, const Rows &before);
+    void product_bf16(const Weight &weight, const Bf16Rows &rounded, int64_t rows, float *y, int64_t y_stride, const Bf16Gate *gate);
     void grow_scratch(int64_t bytes);  // of each thread, whose contents are lost
     // A piece must be worth the hand-over to another thread.
     template <typename F>
@@ -122,8 +123,15 @@ class Context {
     Numbers<int8_t> segment_codes_;
     Numbers<float> segment_scales_, group_scales_, block_sums_;
     Numbers<int32_t> segment_offsets_, segment_middles_, pair_starts_;
-    Scratch bf16_rows_;
-    int64_t bf16_bytes_ = 0;
+    class Bf16Room {
+      public:
+        Bf16Rows of(const Weight &weight, int64_t rows);
+
+      private:
+        Scratch memory_;
+        int64_t bytes_ = 0;
+    };
+    Bf16Room bf16_rows_[2];  // of a product, and of the one after it
     std::vector<Scratch> scratch_;
     int64_t scratch_bytes_ = 0;
     std::vector<CacheAhead> cache_ahead_;

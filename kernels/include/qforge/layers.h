@@ -20,6 +20,8 @@ namespace qforge {
 
 enum class Activation : int { SILU = 0, GELU_TANH = 1 };
 
+constexpr int32_t kReciprocal = 0x7EF311C7;  // less the bits of a positive number: those of its reciprocal, at most 5.1 % off
+
 enum class CacheType : int { F32 = 0, F16 = 1, I8 = 2, BF16 = 3, F8 = 4 };
 
 struct Bf16 {
@@ -59,10 +61,10 @@ struct ResidualRows {  // x += y, or x += norm(y) where the family norms what a 
     float eps;
 };
 
-struct GateRows {  // y[r][i] = act(x[r][i]) * x[r][width + i], y_stride floats from row to row of y
+struct GateRows {  // y[r][i] = act(x[r][i]) * x[r][width + i]
     const float *x;
     float *y;
-    int64_t width, y_stride;
+    int64_t width;
     Activation activation;
 };
 

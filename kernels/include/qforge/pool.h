@@ -23,21 +23,23 @@ class Pool {
     int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
   private:
-    struct alignas(64) Range {
-        std::atomic<uint64_t> tasks{0};  // epoch << 40 | first task << 20 | end
+    // What one thread writes lies in one line: each that travels costs as much as a small task.
+    struct alignas(64) Part {
+        std::atomic<uint64_t> tasks{0};     // epoch << 40 | first task << 20 | end; of the job before: nobody has taken any yet
+        std::atomic<uint64_t> finished{0};  // tasks, ever
     };
 
     void work(int thread);
-    void work_on(uint32_t epoch, int thread);
-    bool claim(uint32_t epoch, Range &range, bool own, int &task);
+    void work_on(uint64_t job, int thread);
+    bool claim(uint64_t job, int part, bool own, int &task);
+    void run_at_once(int count, Task task, void *context);
 
     std::vector<std::thread> workers_;
-    std::vector<Range> ranges_;       // one a thread
-    std::atomic<uint32_t> epoch_{0};  // what idle threads sleep on
-    std::atomic<int> pending_{0};
-    std::atomic<bool> stopping_{false};
+    std::vector<Part> parts_;              // one a thread
+    alignas(64) std::atomic<uint64_t> job_{0};  // epoch << 20 | tasks; what idle threads watch
     Task task_ = nullptr;
     void *context_ = nullptr;
+    std::atomic<bool> stopping_{false};
 };
 
 }  // namespace qforge

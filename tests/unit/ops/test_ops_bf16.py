@@ -63,30 +63,31 @@ def test_tiles_give_the_bits_of_plain_code(rows: int, text: str, shape: tuple[in
 @pytest.mark.parametrize("text", ["int4-g64-sym", "int8-g64-sym", "int4-g8-asym", "nf4-g64"])
 @pytest.mark.parametrize("shape", [(32, 64), (96, 192), (416, 320)])
 @pytest.mark.skipif("amx" not in instruction_sets(), reason="this CPU has no AMX")
-def test_gates_applied_by_the_product_give_the_bits_of_two_calls(rows: int, text: str, shape: tuple[int, int], activation: str) -> None:
+def test_gates_applied_between_products_give_the_bits_of_three_calls(rows: int, text: str, shape: tuple[int, int], activation: str) -> None:
     """What lies beside the result stays as it was."""
-    q, x = _quantized(text, *shape), _inputs(rows, shape[1])
-    kernel, width = NativeBf16(2, "amx"), shape[0] // 2
-    packed, kind = kernel.prepack(q), getattr(module().Activation, activation)
-    products, apart = _run("portable", q, x), torch.empty(rows, width)
-    context(2, "portable").gate(products.data_ptr(), apart.data_ptr(), rows, width, kind)
-    at_once = torch.full((rows, width + 3), 7.0)
-    assert context(2, "amx").gates(packed.view)
-    context(2, "amx").linear_gated(packed.view, x.data_ptr(), rows, shape[1], at_once.data_ptr(), width + 3, kind)
-    assert torch.equal(at_once[:, :width], apart)
-    assert (at_once[:, width:] == 7).all()
+    width, wide = shape[0] // 2, 40
+    q, after, x = _quantized(text, *shape), _quantized(re.sub("g64", "g8", text), wide, width), _inputs(rows, shape[1])
+    kind, kernel, amx = getattr(module().Activation, activation), NativeBf16(2, "amx"), context(2, "amx")
+    products, narrow = _run("portable", q, x), torch.empty(rows, width)
+    context(2, "portable").gate(products.data_ptr(), narrow.data_ptr(), rows, width, kind)
+    gate_up, down, y = kernel.prepack(q), kernel.prepack(after), torch.full((rows, wide + 3), 7.0)
+    assert amx.gates(gate_up.view, down.view)
+    amx.linear_gated(gate_up.view, down.view, x.data_ptr(), rows, shape[1], y.data_ptr(), wide + 3, kind)
+    assert torch.equal(y[:, :wide], _run("portable", after, narrow))
+    assert (y[:, wide:] == 7).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_gates_are_applied_apart_where_halves_are_not_whole_tiles(isa: str) -> None:
     """So also where a bias comes between."""
-    plain, biased = _quantized("int4-g64-sym", 64, 64), replace(_quantized("int4-g64-sym", 64, 64), bias=torch.ones(64))
-    whole, other, half = (NativeBf16(2, isa).prepack(q) for q in (plain, biased, _quantized("int4-g64-sym", 48, 64)))
-    assert context(2, isa).gates(whole.view) == (isa == "amx")
-    assert not context(2, isa).gates(other.view)
-    assert not context(2, isa).gates(half.view)
-    with pytest.raises(ValueError, match="gates at once"):
-        context(2, isa).linear_gated(half.view, 0, 0, 64, 0, 24, module().Activation.SILU)
+    plain, biased = _quantized("int4-g8-sym", 64, 64), replace(_quantized("int4-g8-sym", 64, 64), bias=torch.ones(64))
+    sizes = [plain, biased, _quantized("int4-g8-sym", 48, 64), _quantized("int4-g8-sym", 16, 32), _quantized("int4-g8-sym", 16, 24)]
+    whole, other, half, after, after_half = (NativeBf16(2, isa).prepack(q).view for q in sizes)
+    gates = context(2, isa).gates
+    assert gates(whole, after) == (isa == "amx")
+    assert not any((gates(other, after), gates(half, after_half), gates(whole, after_half)))
+    with pytest.raises(ValueError, match="gates between"):
+        context(2, isa).linear_gated(half, after_half, 0, 0, 64, 0, 16, module().Activation.SILU)
 
 
 @pytest.mark.parametrize("isa", ISAS)

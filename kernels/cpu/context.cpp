@@ -126,8 +126,12 @@ Context::Cut Context::cut_strips(int64_t tiles, int64_t rows, int64_t tile_rows,
 template <typename F>
 void Context::round_rows(int64_t rows, const Weight &weight, const Rows &before, const F &round) {
     split_rows(rows, worth_handing_over((before ? 4 : 1) * weight.inputs()), [&](int64_t first, int64_t end) {  // to make and to round is four times the work
-        if (before) before(first, end);
-        round(first, end);
+        constexpr int64_t kNear = 4;  // rows that the first cache still has when they are rounded
+        for (int64_t row = first; row < end; row += kNear) {
+            const int64_t upto = std::min(row + kNear, end);
+            if (before) before(row, upto);
+            round(row, upto);
+        }
     });
 }
 

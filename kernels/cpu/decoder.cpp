@@ -36,14 +36,26 @@ float value_at(Format format, const void *values, int64_t index) {
     return f;
 }
 
-// one input of a weight's column, dequantized
-float value_at(const Weight &w, int64_t column, int64_t input) {
-    const int64_t tile = column / kTile, lane = column % kTile, j = input % 8;
-    const uint8_t *chunk = chunks_of(w, tile) + input / 8 * chunk_bytes(w.format);
-    if (w.format != Format::INT8 && w.format != Format::INT4) return value_at(w.format, chunk, j * kTile + lane);
-    const int code = w.format == Format::INT8 ? chunk[j / 4 * 64 + lane * 4 + j % 4] : chunk[lane * 4 + j % 4] >> (j / 4 * 4) & 15;
-    const int64_t at = (tile * w.blocks + input / w.block_k) * kTile + lane;
-    return static_cast<float>(code - w.zeros[at]) * w.scales[at];
+// put(input, value) for all inputs of a weight's column, dequantized
+template <typename Put>
+void each_value(const Weight &w, int64_t column, const Put &put) {
+    const int64_t tile = column / kTile, lane = column % kTile;
+    const uint8_t *chunk = chunks_of(w, tile);
+    const bool wide = w.format == Format::INT8, integers = wide || w.format == Format::INT4;
+    for (int64_t b = 0, i = 0; b < w.blocks; ++b) {
+        const int64_t at = (tile * w.blocks + b) * kTile + lane;
+        const float scale = integers ? w.scales[at] : 1.0f;
+        const int zero = integers ? w.zeros[at] : 0;
+        for (const int64_t end = i + w.block_k; i < end; i += 8, chunk += chunk_bytes(w.format))
+            for (int j = 0; j < 8; ++j) {
+                if (!integers) {
+                    put(i + j, value_at(w.format, chunk, j * kTile + lane));
+                    continue;
+                }
+                const int code = wide ? chunk[j / 4 * 64 + lane * 4 + j % 4] : chunk[lane * 4 + j % 4] >> (j / 4 * 4) & 15;
+                put(i + j, static_cast<float>(code - zero) * scale);
+            }
+    }
 }
 
 }  // namespace
@@ -83,10 +95,10 @@ void Decoder::embed(const int64_t *tokens, int64_t rows) {
                 for (int64_t i = 0; i < shape_.width; ++i) x[i] = value_at(e.format, e.table, tokens[r] * shape_.width + i) * e.scale;
                 continue;
             }
-            for (int64_t i = 0; i < e.tiles.inputs(); ++i) {
+            each_value(e.tiles, tokens[r], [&](int64_t i, float value) {
                 const int64_t input = e.gather ? e.gather[i] : i;
-                if (input < shape_.width) x[input] = value_at(e.tiles, tokens[r], i) * e.scale;
-            }
+                if (input < shape_.width) x[input] = value * e.scale;
+            });
         }
     });
 }

@@ -136,15 +136,23 @@ double uniform(uint64_t seed, uint64_t position) {
 
 int64_t most_likely(const float *logits, int64_t vocabulary) {
     constexpr int kLanes = 16;  // independent maxima, which the compiler keeps in registers
-    float most[kLanes];
-    for (float &m : most) m = logits[0];
-    int64_t i = 0;
-    for (; i + kLanes <= vocabulary; i += kLanes)
-        for (int j = 0; j < kLanes; ++j) most[j] = logits[i + j] > most[j] ? logits[i + j] : most[j];
-    float largest = *std::max_element(most, most + kLanes);
-    for (; i < vocabulary; ++i) largest = std::max(largest, logits[i]);
-    const float *found = std::find(logits, logits + vocabulary, largest);
-    return found == logits + vocabulary ? 0 : found - logits;
+    constexpr int64_t kBlock = 64 * kLanes;
+    float largest = logits[0];
+    int64_t found = 0;  // where the block begins that has it
+    for (int64_t first = 0; first < vocabulary; first += kBlock) {
+        const int64_t end = std::min(first + kBlock, vocabulary);
+        float most[kLanes];
+        for (float &m : most) m = largest;
+        int64_t i = first;
+        for (; i + kLanes <= end; i += kLanes)
+            for (int j = 0; j < kLanes; ++j) most[j] = logits[i + j] > most[j] ? logits[i + j] : most[j];
+        float here = *std::max_element(most, most + kLanes);
+        for (; i < end; ++i) here = std::max(here, logits[i]);
+        if (here > largest) found = first;
+        largest = std::max(largest, here);
+    }
+    const float *at = std::find(logits + found, logits + vocabulary, largest);
+    return at == logits + vocabulary ? 0 : at - logits;
 }
 
 int64_t draw(const float *logits, int64_t vocabulary, const Sampling &s, std::vector<Candidate> &room) {

@@ -81,7 +81,7 @@ class NativeDecoder:
         return self._model.nbytes()
 
     def _arguments(self, step: StepInput) -> tuple[int, ...]:
-        reach = int(step.context_lens.max())
+        reach = max(step.context_lens.tolist())
         if reach > self._reach:
             tables = [table.upto(reach) for table in self._tables]
             self._decoder.set_ropes([(cosines.ctypes.data, sines.ctypes.data) for cosines, sines in tables])

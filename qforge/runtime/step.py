@@ -5,8 +5,10 @@ Letters: T tokens of the step, S sequences, L rows whose logits are wanted, M mo
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -62,25 +64,36 @@ class Runner(Protocol):
 
 
 def build_step(pieces: list[Piece], block_size: int, *, all_logits: bool = False) -> StepInput:
-    """Flatten scheduled pieces. `all_logits`: logits of every token, not only of last ones."""
+    """Flatten scheduled pieces. `all_logits`: logits of every token, not only of last ones. Lists, since a call of numpy takes 10 us after a step that has used up the caches."""
     tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts = [0]
+    wanted: list[int] = []
     for piece in pieces:
-        tokens += piece.sequence.tokens[piece.start : piece.stop]
-    first = np.array([p.start for p in pieces], np.int64)
-    stops = np.array([p.stop for p in pieces], np.int64)
-    starts = np.zeros(len(pieces) + 1, np.int32)
-    np.cumsum(stops - first, out=starts[1:])
-    rows = np.repeat(np.arange(len(pieces)), stops - first)
-    positions = np.arange(len(tokens)) + (first - starts[:-1])[rows]
-    tables = _tables(pieces)
-    slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    wanted = np.arange(len(tokens)) if all_logits else starts[1:][np.array([p.wants_logits for p in pieces])].astype(np.int64) - 1
-    return StepInput(np.array(tokens, np.int64), positions, slots, tables, starts, stops, wanted)
+        start, stop, table = piece.start, piece.stop, piece.sequence.block_table
+        tokens += piece.sequence.tokens[start:stop]
+        positions += range(start, stop)
+        for block in range(start // block_size, (stop - 1) // block_size + 1):
+            moved = (table[block] - block) * block_size
+            slots += range(max(start, block * block_size) + moved, min(stop, (block + 1) * block_size) + moved)
+        starts.append(len(tokens))
+        if piece.wants_logits:
+            wanted.append(len(tokens) - 1)
+    return StepInput(
+        _longs(tokens), _longs(positions), _longs(slots), _tables([p.sequence.block_table for p in pieces]), _ints(starts), _longs(p.stop for p in pieces),
+        _longs(range(len(tokens)) if all_logits else wanted),
+    )  # fmt: skip
 
 
-def _tables(pieces: list[Piece]) -> Ints:
-    held: list[Any] = [p.sequence.block_table for p in pieces]
-    tables = np.zeros((len(held), max(map(len, held))), np.int32)
-    for row, blocks in zip(tables, held, strict=True):
-        row[: len(blocks)] = blocks
-    return tables
+def _longs(values: Iterable[int]) -> Longs:
+    return np.frombuffer(array("q", values), np.int64)
+
+
+def _ints(values: Iterable[int]) -> Ints:
+    return np.frombuffer(array("i", values), np.int32)
+
+
+def _tables(held: list[list[int]]) -> Ints:
+    longest = max(map(len, held))
+    return np.frombuffer(b"".join(array("i", blocks).tobytes().ljust(4 * longest, b"\0") for blocks in held), np.int32).reshape(len(held), longest)

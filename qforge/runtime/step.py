@@ -96,4 +96,4 @@ def _ints(values: Iterable[int]) -> Ints:
 
 def _tables(held: list[list[int]]) -> Ints:
     longest = max(map(len, held))
-    return np.frombuffer(b"".join(array("i", blocks).tobytes().ljust(4 * longest, b"\0") for blocks in held), np.int32).reshape(len(held), longest)
+    return np.frombuffer(bytearray().join(array("i", blocks).tobytes().ljust(4 * longest, b"\0") for blocks in held), np.int32).reshape(len(held), longest)

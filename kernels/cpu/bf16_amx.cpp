@@ -25,12 +25,12 @@ TileConfig config(int64_t rows) {
     return made;
 }
 
-void round_rows(const Weight &w, const float *x, int64_t x_stride, const Bf16Rows &to, int64_t row, int64_t row_end) {
+void round_rows(const Weight &w, const float *x, int64_t x_stride, const Bf16Rows &to, int64_t row, int64_t row_end, int64_t begin, int64_t end) {
     const int64_t inputs = w.inputs(), count = stretches(w);
     for (int64_t r = row; r < row_end; ++r) {
         const float *from = x + r * x_stride;
-        uint16_t *at = to.at(r, count);
-        for (int64_t i = 0; i < count * kStretch; i += kStretch, at += kTileValues) {
+        uint16_t *at = to.at(r, count) + begin * kTileValues;
+        for (int64_t i = begin * kStretch; i < end * kStretch; i += kStretch, at += kTileValues) {
             const uint32_t here = inputs - i >= kStretch ? 0xFFFFFFFF : (1u << (inputs - i)) - 1;
             const __m512 first = _mm512_maskz_loadu_ps(static_cast<__mmask16>(here), from + i), second = _mm512_maskz_loadu_ps(static_cast<__mmask16>(here >> 16), from + i + 16);
             const __m512bh both = _mm512_cvtne2ps_pbh(second, first);

@@ -39,10 +39,10 @@ uint16_t nearest_even(float v) {
 
 float nearest_away(float v) { return std::isnan(v) ? v : float_of((bits_of(v) + 0x8000) & 0xFFFF0000); }
 
-void round_rows(const Weight &w, const float *x, int64_t x_stride, const Bf16Rows &to, int64_t row, int64_t row_end) {
+void round_rows(const Weight &w, const float *x, int64_t x_stride, const Bf16Rows &to, int64_t row, int64_t row_end, int64_t first, int64_t end) {
     const int64_t inputs = w.inputs(), count = stretches(w);
     for (int64_t r = row; r < row_end; ++r)
-        for (int64_t i = 0; i < count * kStretch; ++i) to.at(r, count)[i / kStretch * kTileValues + i % kStretch] = i < inputs ? nearest_even(x[r * x_stride + i]) : uint16_t{0};
+        for (int64_t i = first * kStretch; i < end * kStretch; ++i) to.at(r, count)[i / kStretch * kTileValues + i % kStretch] = i < inputs ? nearest_even(x[r * x_stride + i]) : uint16_t{0};
 }
 
 float weight(const Weight &w, int64_t tile, int64_t input, int64_t column) {

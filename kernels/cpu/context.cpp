@@ -179,6 +179,15 @@ void Context::linear_gated(const Weight &gate_up, const Weight &down, const floa
     product_bf16(down, gated, rows, y, y_stride, nullptr);
 }
 
+bool Context::rounds(const Attention &a, const Weight &next) const {
+    return next.activations == Activations::BF16 && next.inputs() == a.heads * a.cache.head_dim && a.heads / a.cache.kv_heads * a.cache.head_dim % kStretch == 0;
+}
+
+void Context::linear_rounded(const Weight &weight, int64_t rows, float *y, int64_t y_stride) {
+    const auto held = turn();
+    product_bf16(weight, bf16_rows_[1].of(weight, rows), rows, y, y_stride, nullptr);
+}
+
 Bf16Rows Context::Bf16Room::of(const Weight &weight, int64_t rows) {
     const int64_t bytes = (rows + kGroupRows - 1) / kGroupRows * stretches(weight) * kTileValues * 2;
     if (bytes > bytes_) {
@@ -191,7 +200,7 @@ Bf16Rows Context::Bf16Room::of(const Weight &weight, int64_t rows) {
 
 Bf16Rows Context::rounded_bf16(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, const Rows &before) {
     const Bf16Rows rounded = bf16_rows_[0].of(weight, rows);
-    round_rows(rows, weight, before, [&](int64_t first, int64_t end) { bf16_->round_rows(weight, x, x_stride, rounded, first, end); });
+    round_rows(rows, weight, before, [&](int64_t first, int64_t end) { bf16_->round_rows(weight, x, x_stride, rounded, first, end, 0, stretches(weight)); });
     return rounded;
 }
 
@@ -299,7 +308,7 @@ void Context::bring_nothing() {
     std::fill(cache_ahead_.begin(), cache_ahead_.end(), CacheAhead());
 }
 
-void Context::attention(const Attention &a, const int32_t *query_starts, int64_t sequences) {
+void Context::attention(const Attention &a, const int32_t *query_starts, int64_t sequences, const Weight *next) {
     const auto held = turn();
     bring_nothing();
     const int64_t together = pieces_of_task(a, sequences);
@@ -329,6 +338,8 @@ void Context::attention(const Attention &a, const int32_t *query_starts, int64_t
         for (int64_t h = 0; h < a.cache.kv_heads; ++h)
             for (int64_t q = query_starts[s]; q < query_starts[s + 1]; q += queries) pieces.push_back({q, std::min<int64_t>(q + queries, query_starts[s + 1]), s, h});
     const auto count = static_cast<int64_t>(pieces.size());
+    const int64_t width = a.heads * a.cache.head_dim, of_piece = width / a.cache.kv_heads / kStretch;
+    const Bf16Rows rounded = next ? bf16_rows_[1].of(*next, query_starts[sequences]) : Bf16Rows();
     tasks((count + together - 1) / together, [&](int64_t task, int thread) {
         for (int64_t at = task * together; at < std::min((task + 1) * together, count); ++at) {
             const AttentionPiece &piece = pieces[static_cast<size_t>(at)];
@@ -338,6 +349,7 @@ void Context::attention(const Attention &a, const int32_t *query_starts, int64_t
             }
             const auto attend = tiles_ && tiles_->takes(a, piece) ? tiles_->attend : layers_->attend;
             attend(a, piece, scratch_[thread].get());
+            if (next) bf16_->round_rows(*next, a.out, width, rounded, piece.query, piece.query_end, piece.kv_head * of_piece, (piece.kv_head + 1) * of_piece);
         }
     });
 }

@@ -16,6 +16,9 @@ int64_t columns(const Product &product) {
     return sum;
 }
 
+// The weight of a product that is nothing but one, for linear(); else null
+const Weight *plain(const Product &p) { return p.size() == 1 && !p[0].gather && !p[0].elsewhere && p[0].arithmetic == Arithmetic::FP32 ? &p[0].weight : nullptr; }
+
 // Of a row: those of rounded activations, which bring the next keys and values
 int64_t multiplications(const Product &product) {
     int64_t sum = 0;
@@ -133,11 +136,8 @@ void Decoder::product(const Product &product, const float *x, int64_t rows, floa
 
 // branch = down(activation(gate) * up) of what `before` makes of the residual stream
 void Decoder::mlp(const Layer &layer, int64_t rows, const Context::Rows &before) {
-    const auto plain = [](const Product &p) { return p.size() == 1 && !p[0].gather && !p[0].elsewhere && p[0].arithmetic == Arithmetic::FP32; };
-    if (plain(layer.gate_up) && plain(layer.down)) {
-        const Weight &gate_up = layer.gate_up[0].weight, &down = layer.down[0].weight;
-        if (context_.gates(gate_up, down)) return context_.linear_gated(gate_up, down, next_.get(), rows, gate_up.inputs(), branch_.get(), down.columns, shape_.activation, before);
-    }
+    const Weight *gate_up = plain(layer.gate_up), *down = plain(layer.down);
+    if (gate_up && down && context_.gates(*gate_up, *down)) return context_.linear_gated(*gate_up, *down, next_.get(), rows, gate_up->inputs(), branch_.get(), down->columns, shape_.activation, before);
     product(layer.gate_up, next_.get(), rows, wide_.get(), before);
     product(layer.down, narrow_.get(), rows, branch_.get(), context_.rows_of(GateRows{wide_.get(), narrow_.get(), shape_.intermediate, shape_.activation}));
 }
@@ -183,10 +183,13 @@ void Decoder::logits(const Step &step, float *logits) {
         const Layer &layer = layers_[i];
         const Layer *next = i + 1 < layers_.size() ? &layers_[i + 1] : nullptr;
         product(layer.qkv, next_.get(), rows, wide_.get(), before);
-        context_.attention(attention_of(layer, step), step.query_starts, step.sequences);
+        const Attention attention = attention_of(layer, step);
+        const Weight *output = plain(layer.output), *rounded = next && output && context_.rounds(attention, *output) ? output : nullptr;
+        context_.attention(attention, step.query_starts, step.sequences, rounded);
         if (next) bring(layer, *next, step);
         else rows = keep(step, layer.heads * layer.cache.head_dim);
-        product(layer.output, narrow_.get(), rows, branch_.get());
+        if (rounded) context_.linear_rounded(*rounded, rows, branch_.get(), rounded->columns);
+        else product(layer.output, narrow_.get(), rows, branch_.get());
         mlp(layer, rows, residual(layer.post_attention_norm, layer.mlp_norm));
         before = residual(layer.post_mlp_norm, next ? next->input_norm : norm_);
     }

@@ -51,7 +51,8 @@ struct Bf16Piece {
 };
 
 struct Bf16Functions {
-    void (*round_rows)(const Weight &weight, const float *x, int64_t x_stride, const Bf16Rows &to, int64_t row, int64_t row_end);
+    // stretches [first, end) of rows
+    void (*round_rows)(const Weight &weight, const float *x, int64_t x_stride, const Bf16Rows &to, int64_t row, int64_t row_end, int64_t first, int64_t end);
     void (*piece)(const Bf16Piece &piece, void *scratch);  // scratch: bf16_scratch(weight) bytes, 64-byte aligned, the thread's own
     bool gates;  // whether it takes pieces with a gate
 };

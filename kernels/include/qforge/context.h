@@ -43,7 +43,10 @@ class Context {
     Rows rows_of(const ResidualRows &residual) const;
     Rows rows_of(const GateRows &gate) const;
     // Rotates, writes the cache, and attends for the tokens of a step; query_starts [sequences + 1]. A block that one sequence writes, no other one of the step may read.
-    void attention(const Attention &attention, const int32_t *query_starts, int64_t sequences);
+    // `next`: its results are rounded, too, for a product with that weight, of which rounds() is true: linear_rounded().
+    void attention(const Attention &attention, const int32_t *query_starts, int64_t sequences, const Weight *next = nullptr);
+    bool rounds(const Attention &attention, const Weight &next) const;
+    void linear_rounded(const Weight &weight, int64_t rows, float *y, int64_t y_stride);
     // Until that attention, or bring_nothing(), products of integers (but AMX's and those that unpack panels) bring the keys and values that it will read, each thread those of the
     // tasks that it begins with; `products`: so many of their multiplications are to come.
     void bring(const Attention &attention, const int32_t *query_starts, int64_t sequences, int64_t products);

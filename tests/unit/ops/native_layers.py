@@ -33,14 +33,14 @@ class NativeLayers:
         self._context.gate(x.data_ptr(), y.data_ptr(), y.shape[0], y.shape[1], ACTIVATIONS[activation])
         return y
 
-    def attention(self, qkv: torch.Tensor, a: AttentionParameters, cache: NativeCache, rope: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """`qkv` is overwritten."""
+    def attention(self, qkv: torch.Tensor, a: AttentionParameters, cache: NativeCache, rope: tuple[torch.Tensor, torch.Tensor], batch: Batch, after: Any = None) -> torch.Tensor:
+        """`qkv` is overwritten. `after`: a weight that results are rounded for."""
         out = qkv.new_empty(len(qkv), a.num_heads * a.head_dim)
         q_norm, k_norm = (0 if n is None else n.data_ptr() for n in (a.q_norm, a.k_norm))
         self._context.attention(
             cache.layers[0], qkv.data_ptr(), out.data_ptr(), a.num_heads, a.window, a.scale, q_norm, k_norm, a.norm_eps, rope[0].data_ptr(), rope[1].data_ptr(),
             batch.positions.data_ptr(), batch.slots.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.shape[1], batch.query_starts.data_ptr(),
-            len(batch.query_starts) - 1,
+            len(batch.query_starts) - 1, after,
         )  # fmt: skip
         return out
 

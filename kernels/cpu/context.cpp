@@ -286,19 +286,20 @@ Context::Rows Context::rows_of(const GateRows &g) const {
     return [this, g](int64_t first, int64_t end) { layers_->gate(g, first, end); };
 }
 
-// What one thread reads of a block lies together, so heads of a sequence are one task where there are tasks enough.
-int64_t Context::pieces_of_task(const Attention &a, int64_t sequences) const { return sequences >= 4 * threads() ? a.cache.kv_heads : 1; }
+// What one thread reads of a block lies together, so heads of a sequence's only query are one task where there are tasks enough.
+int64_t Context::pieces_of_task(const Attention &a, int64_t sequences, int64_t queries) const { return sequences >= 4 * threads() && queries == 1 ? a.cache.kv_heads : 1; }
 
 void Context::bring(const Attention &a, const int32_t *query_starts, int64_t sequences, int64_t products) {
     const auto held = turn();
-    const int64_t queries = queries_of_piece(a), together = pieces_of_task(a, sequences);
-    const auto pieces = [&](int64_t s) { return (query_starts[s + 1] - query_starts[s] + queries - 1) / queries * a.cache.kv_heads; };
+    const auto tasks = [&](int64_t s) {
+        const int64_t queries = query_starts[s + 1] - query_starts[s], most = queries_of_piece(a);
+        return (queries + most - 1) / most * a.cache.kv_heads / pieces_of_task(a, sequences, queries);
+    };
     int64_t count = 0;
-    for (int64_t s = 0; s < sequences; ++s) count += pieces(s);
-    const int64_t tasks = (count + together - 1) / together;
-    for (int64_t t = 0, sequence = 0, before = 0; t < threads(); ++t) {  // before: pieces of the sequences before that one
-        const int64_t first = sequence, end = tasks * (t + 1) / threads() * together;  // as Pool::run shares tasks
-        for (; sequence < sequences && before + pieces(sequence) <= end; ++sequence) before += pieces(sequence);
+    for (int64_t s = 0; s < sequences; ++s) count += tasks(s);
+    for (int64_t t = 0, sequence = 0, before = 0; t < threads(); ++t) {  // before: tasks of the sequences before that one
+        const int64_t first = sequence, end = count * (t + 1) / threads();  // as Pool::run shares tasks
+        for (; sequence < sequences && before + tasks(sequence) <= end; ++sequence) before += tasks(sequence);
         cache_ahead_[static_cast<size_t>(t)] = {a, query_starts, first, sequence, products / threads()};
     }
 }
@@ -311,14 +312,16 @@ void Context::bring_nothing() {
 void Context::attention(const Attention &a, const int32_t *query_starts, int64_t sequences, const Weight *next) {
     const auto held = turn();
     bring_nothing();
-    const int64_t together = pieces_of_task(a, sequences);
     const auto store = [&](int64_t first, int64_t end) { layers_->rotate_and_store(a, first, end); };
     const auto clear = [&](int64_t s) {
         const int64_t last = query_starts[s + 1] - 1;
         if (last > query_starts[s] || a.positions[last] % 16 == 0) layers_->clear_after(a, last);  // a tile that an earlier step began is clear already
     };
     // A sequence's only query, where one task has all heads, is stored by that task.
-    const auto stored_by_task = [&](int64_t s) { return together == a.cache.kv_heads && query_starts[s + 1] - query_starts[s] == 1; };
+    const auto stored_by_task = [&](int64_t s) {
+        const int64_t queries = query_starts[s + 1] - query_starts[s];
+        return queries == 1 && pieces_of_task(a, sequences, queries) == a.cache.kv_heads;
+    };
     for (int64_t s = 0; s < sequences;) {
         const int64_t first = query_starts[s];
         for (; s < sequences && !stored_by_task(s); ++s) {}
@@ -334,15 +337,21 @@ void Context::attention(const Attention &a, const int32_t *query_starts, int64_t
     grow_scratch(bytes);
     const int64_t queries = queries_of_piece(a);
     std::vector<AttentionPiece> pieces;
-    for (int64_t s = 0; s < sequences; ++s)
+    std::vector<size_t> starts;  // of tasks, in pieces
+    for (int64_t s = 0; s < sequences; ++s) {
+        const int64_t together = pieces_of_task(a, sequences, query_starts[s + 1] - query_starts[s]);
         for (int64_t h = 0; h < a.cache.kv_heads; ++h)
-            for (int64_t q = query_starts[s]; q < query_starts[s + 1]; q += queries) pieces.push_back({q, std::min<int64_t>(q + queries, query_starts[s + 1]), s, h});
-    const auto count = static_cast<int64_t>(pieces.size());
+            for (int64_t q = query_starts[s]; q < query_starts[s + 1]; q += queries) {
+                if (h % together == 0) starts.push_back(pieces.size());
+                pieces.push_back({q, std::min<int64_t>(q + queries, query_starts[s + 1]), s, h});
+            }
+    }
+    starts.push_back(pieces.size());
     const int64_t width = a.heads * a.cache.head_dim, of_piece = width / a.cache.kv_heads / kStretch;
     const Bf16Rows rounded = next ? bf16_rows_[1].of(*next, query_starts[sequences]) : Bf16Rows();
-    tasks((count + together - 1) / together, [&](int64_t task, int thread) {
-        for (int64_t at = task * together; at < std::min((task + 1) * together, count); ++at) {
-            const AttentionPiece &piece = pieces[static_cast<size_t>(at)];
+    tasks(static_cast<int64_t>(starts.size()) - 1, [&](int64_t task, int thread) {
+        for (size_t at = starts[static_cast<size_t>(task)]; at < starts[static_cast<size_t>(task) + 1]; ++at) {
+            const AttentionPiece &piece = pieces[at];
             if (piece.kv_head == 0 && stored_by_task(piece.sequence)) {
                 store(piece.query, piece.query_end);
                 clear(piece.sequence);

@@ -103,7 +103,7 @@ class Context {
             },
             &job);
     }
-    int64_t pieces_of_task(const Attention &attention, int64_t sequences) const;  // of attention
+    int64_t pieces_of_task(const Attention &attention, int64_t sequences, int64_t queries) const;  // of attention
     template <typename F>
     void round_rows(int64_t rows, const Weight &weight, const Rows &before, const F &round);
     template <typename F>

@@ -78,9 +78,9 @@ inline void part(int i, const Stretch &s) {
     }
 }
 
-// M groups of rows x N tiles whose panels are there. Activations are not kept in the L1 cache: panels are read again.
-template <int M, int N>
-void multiply(const uint16_t *x, const uint8_t *panels, int64_t count) {
+// M groups of rows x N tiles whose panels are there, and between(part, of parts) meanwhile. Activations are not kept in the L1 cache: panels are read again.
+template <int M, int N, typename Between>
+void multiply(const uint16_t *x, const uint8_t *panels, int64_t count, const Between &between) {
     const uint16_t *next = x + count * kTileValues;
     const uint8_t *second = panels + count * kPanelBytes;
     clear_sums<M, N>();
@@ -97,6 +97,7 @@ void multiply(const uint16_t *x, const uint8_t *panels, int64_t count) {
             _tile_dpbf16ps(2, 7, 4);
             if constexpr (N == 2) _tile_dpbf16ps(3, 7, 5);
         }
+        between(s + 1, count);
     }
 }
 
@@ -149,28 +150,51 @@ void make_and_multiply(const Weight &w, const Tiles &at, const uint16_t *x, uint
         for (int i = 0; i < 4; ++i) part<M, N>(i, ready(s));
 }
 
-// What gates make of the sums of a tile of them and one beside it
-template <Activation A>
-void gated(const Bf16Gate &gate, const float *sums, int64_t row, int64_t rows, const Tiles &at) {
-    const bool last = at.first + 1 == at.apart && at.apart % 2;  // of an odd number
-    const int64_t place = at.first / 2 * kTileValues + at.first % 2 * kTile;
-    for (int64_t r = 0; r < rows; ++r, sums += 2 * kTile) {
-        const __m256bh result = _mm512_cvtneps_pbh(Lanes::mul(activate(A, Lanes::load(sums)), Lanes::load(sums + kTile)).v);
-        uint16_t *to = gate.to.at(row + r, gate.stretches) + place;
-        _mm256_store_si256(reinterpret_cast<__m256i *>(to), reinterpret_cast<const __m256i &>(result));
-        if (last) _mm256_store_si256(reinterpret_cast<__m256i *>(to + kTile), _mm256_setzero_si256());
+// What gates make of the sums of a tile of them and of one beside it: row by row, while tiles multiply the next ones
+class Gated {
+  public:
+    Gated(const Bf16Gate *gate, float *sums) : gate_(gate), room_(sums), next_(sums + kSumsFloats) {}
+    float *room() const { return room_; }  // for sums [rows][2 tiles]
+    // What is in the room, after all that was there before
+    void begin(int64_t row, int64_t rows, const Tiles &at) {
+        finish();
+        sums_ = room_;
+        std::swap(room_, next_);
+        row_ = row;
+        rows_ = rows;
+        done_ = 0;
+        place_ = at.first / 2 * kTileValues + at.first % 2 * kTile;
+        last_ = at.first + 1 == at.apart && at.apart % 2;  // of an odd number
     }
-}
+    void upto(int64_t part, int64_t parts) {
+        for (const int64_t end = rows_ * part / parts; done_ < end; ++done_) {
+            const float *sums = sums_ + done_ * 2 * kTile;
+            const __m256bh result = _mm512_cvtneps_pbh(Lanes::mul(activate(gate_->activation, Lanes::load(sums)), Lanes::load(sums + kTile)).v);
+            uint16_t *to = gate_->to.at(row_ + done_, gate_->stretches) + place_;
+            _mm256_store_si256(reinterpret_cast<__m256i *>(to), reinterpret_cast<const __m256i &>(result));
+            if (last_) _mm256_store_si256(reinterpret_cast<__m256i *>(to + kTile), _mm256_setzero_si256());
+        }
+    }
+    void finish() { upto(1, 1); }
+
+  private:
+    const Bf16Gate *gate_;
+    float *room_, *next_;
+    const float *sums_ = nullptr;
+    int64_t row_ = 0, rows_ = 0, done_ = 0, place_ = 0;
+    bool last_ = false;
+};
 
 // Up to M groups of rows x N tiles, what `product` sums
 template <int M, int N, typename P>
-void rows_of_tiles(const Bf16Piece &p, int64_t row, int64_t rows, int64_t group, const Tiles &at, float *sums, const P &product) {
+void rows_of_tiles(const Bf16Piece &p, int64_t row, int64_t rows, int64_t group, const Tiles &at, Gated &gated, const P &product) {
     const Weight &w = *p.weight;
+    float *sums = gated.room();
     product(p.x.at(row, stretches(w)));
     if (p.gate) {
         store_sums<M, N>(sums, 2 * kTile, group);
         written_for_tiles();
-        return p.gate->activation == Activation::SILU ? gated<Activation::SILU>(*p.gate, sums, row, rows, at) : gated<Activation::GELU_TANH>(*p.gate, sums, row, rows, at);
+        return gated.begin(row, rows, at);
     }
     float *y = p.y + row * p.y_stride + at.first * kTile;
     if (rows == M * group && (at.first + N) * kTile <= w.columns && !w.bias) return store_sums<M, N>(y, p.y_stride, group);
@@ -185,7 +209,7 @@ void rows_of_tiles(const Bf16Piece &p, int64_t row, int64_t rows, int64_t group,
 
 // All rows x N tiles. The first rows pass while weights are made, or after that where a stretch may have several scales.
 template <Format F, int N>
-void tiles(const Bf16Piece &p, const Tiles &at, int64_t group, uint8_t *panels, float *sums) {
+void tiles(const Bf16Piece &p, const Tiles &at, int64_t group, uint8_t *panels, Gated &gated) {
     const Weight &w = *p.weight;
     const int64_t count = stretches(w);
     const int64_t last = p.row_end - p.row <= 2 * group && count >= kRing ? kRing - 1 : -1;
@@ -195,20 +219,22 @@ void tiles(const Bf16Piece &p, const Tiles &at, int64_t group, uint8_t *panels, 
     written_for_tiles();
     for (int64_t row = p.row; row < p.row_end; row += 2 * group, made = true) {
         const int64_t rows = std::min(p.row_end - row, 2 * group);
-        if (rows > group) rows_of_tiles<2, N>(p, row, rows, group, at, sums, [&](const uint16_t *x) { made ? multiply<2, N>(x, panels, count) : make_and_multiply<F, 2, N>(w, at, x, panels, last); });
-        else rows_of_tiles<1, N>(p, row, rows, group, at, sums, [&](const uint16_t *x) { made ? multiply<1, N>(x, panels, count) : make_and_multiply<F, 1, N>(w, at, x, panels, last); });
+        const auto between = [&](int64_t part, int64_t parts) { gated.upto(part, parts); };
+        if (rows > group) rows_of_tiles<2, N>(p, row, rows, group, at, gated, [&](const uint16_t *x) { made ? multiply<2, N>(x, panels, count, between) : make_and_multiply<F, 2, N>(w, at, x, panels, last); });
+        else rows_of_tiles<1, N>(p, row, rows, group, at, gated, [&](const uint16_t *x) { made ? multiply<1, N>(x, panels, count, between) : make_and_multiply<F, 1, N>(w, at, x, panels, last); });
     }
 }
 
 template <Format F>
 void all_tiles(const Bf16Piece &p, uint8_t *scratch) {
     const int64_t group = std::min(p.row_end - p.row, kGroupRows);
-    auto *sums = reinterpret_cast<float *>(scratch + 2 * stretches(*p.weight) * kPanelBytes);
+    Gated gated(p.gate, reinterpret_cast<float *>(scratch + 2 * stretches(*p.weight) * kPanelBytes));
     const Configured configured(config(group));
     const Tiles pair = p.gate ? Tiles{p.tile, p.weight->tiles() / 2, 1} : Tiles{p.tile, 1, 2};  // a gate beside what it is for
     int64_t tile = p.tile;
-    for (; tile + pair.step <= p.tile_end; tile += pair.step) tiles<F, 2>(p, {tile, pair.apart, pair.step}, group, scratch, sums);
-    if (tile < p.tile_end) tiles<F, 1>(p, {tile, 1, 1}, group, scratch, sums);
+    for (; tile + pair.step <= p.tile_end; tile += pair.step) tiles<F, 2>(p, {tile, pair.apart, pair.step}, group, scratch, gated);
+    if (tile < p.tile_end) tiles<F, 1>(p, {tile, 1, 1}, group, scratch, gated);
+    gated.finish();
 }
 
 void piece(const Bf16Piece &p, void *scratch) {

@@ -60,8 +60,8 @@ struct Bf16Functions {
 // Most rows of a task: the more share unpacked weights, the less these cost, while activations stay in a second cache of 2 MiB beside panels.
 inline int64_t bf16_rows(const Weight &w) { return std::clamp<int64_t>((1 << 20) / (stretches(w) * kStretch * 2) / (2 * kGroupRows), 2, 16) * 2 * kGroupRows; }
 
-// Two tiles of weights, and sums of four tiles
-inline int64_t bf16_scratch(const Weight &w) { return 2 * stretches(w) * kTileValues * 2 + kSumsFloats * 4; }
+// Two tiles of weights, and twice sums of four tiles
+inline int64_t bf16_scratch(const Weight &w) { return 2 * stretches(w) * kTileValues * 2 + 2 * kSumsFloats * 4; }
 
 extern const Bf16Functions bf16_portable;
 extern const Bf16Functions bf16_amx;

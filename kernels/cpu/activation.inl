@@ -22,7 +22,7 @@ inline Lanes reciprocal(Lanes x) {
     return Lanes::fma(Lanes::fma(less, guess, one), guess, guess);
 }
 
-// x / (1 + 2^u)
+// x / (1 + 2^u); x 2^-125 for u from 125 on
 inline Lanes damped(Lanes x, Lanes u) { return Lanes::mul(x, reciprocal(Lanes::add(Lanes::set(1.0f), exp2(Lanes::min(Lanes::set(125.0f), u))))); }
 
 inline Lanes activate(Activation kind, Lanes x) {

@@ -167,6 +167,7 @@ class Gated {
         last_ = at.first + 1 == at.apart && at.apart % 2;  // of an odd number
     }
     void upto(int64_t part, int64_t parts) {
+        if (done_ == rows_) return;
         for (const int64_t end = rows_ * part / parts; done_ < end; ++done_) {
             const float *sums = sums_ + done_ * 2 * kTile;
             const __m256bh result = _mm512_cvtneps_pbh(Lanes::mul(activate(gate_->activation, Lanes::load(sums)), Lanes::load(sums + kTile)).v);

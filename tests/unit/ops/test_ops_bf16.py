@@ -63,7 +63,7 @@ def test_tiles_give_the_bits_of_plain_code(rows: int, text: str, shape: tuple[in
 @pytest.mark.parametrize("activation", ["SILU", "GELU_TANH"])
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 33, 64, 300, 700])
 @pytest.mark.parametrize("text", ["int4-g64-sym", "int8-g64-sym", "int4-g8-asym", "nf4-g64"])
-@pytest.mark.parametrize("shape", [(32, 64), (96, 192), (416, 320)])
+@pytest.mark.parametrize("shape", [(32, 64), (64, 128), (96, 192), (416, 320)])  # 1, 2, 3, and 13 tiles of gates
 @pytest.mark.skipif("amx" not in instruction_sets(), reason="this CPU has no AMX")
 def test_gates_applied_between_products_give_the_bits_of_three_calls(rows: int, text: str, shape: tuple[int, int], activation: str) -> None:
     """What lies beside the result stays as it was."""
@@ -74,6 +74,11 @@ def test_gates_applied_between_products_give_the_bits_of_three_calls(rows: int, 
     context(2, "portable").gate(products.data_ptr(), narrow.data_ptr(), rows, width, kind)
     gate_up, down, y = kernel.prepack(q), kernel.prepack(after), torch.full((rows, wide + 3), 7.0)
     assert amx.gates(gate_up.view, down.view)
+    more = width // 32 * 32 + 32  # memory that is used again holds NaN, also where the last stretch ends early
+    before = [kernel.prepack(_quantized(re.sub("g64", "g8", text), *size)) for size in ((2 * more, shape[1]), (wide, more))]
+    nothing, unused = torch.full_like(x, float("nan")), torch.empty(rows, wide)
+    amx.linear_gated(before[0].view, before[1].view, nothing.data_ptr(), rows, shape[1], unused.data_ptr(), wide, kind)
+    assert unused.isnan().all()
     amx.linear_gated(gate_up.view, down.view, x.data_ptr(), rows, shape[1], y.data_ptr(), wide + 3, kind)
     assert torch.equal(y[:, :wide], _run("portable", after, narrow))
     assert (y[:, wide:] == 7).all()
@@ -94,8 +99,9 @@ def test_gates_are_applied_apart_where_halves_are_not_whole_tiles(isa: str) -> N
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("queries", [[1, 1], [1] * 9, [40, *[1] * 10], [7, 300, 1]])  # tasks are heads; sequences; both
-def test_attention_rounds_for_the_product_after_it(isa: str, queries: list[int]) -> None:
-    ops, kernel, a = NativeLayers(2, isa, "int8"), NativeBf16(2, isa), AttentionParameters(6, 2, 32, 0, 0.2)
+@pytest.mark.parametrize("wide", [32, 64])  # of a head; 64: by AMX's tiles
+def test_attention_rounds_for_the_product_after_it(isa: str, queries: list[int], wide: int) -> None:
+    ops, kernel, a = NativeLayers(2, isa, "int8"), NativeBf16(2, isa), AttentionParameters(6, 2, wide, 0, 0.2)
     rows, longest = sum(queries), max(queries)
     counts = [-(-n // 16) for n in queries]
     positions = torch.cat([torch.arange(n) for n in queries])
@@ -104,14 +110,14 @@ def test_attention_rounds_for_the_product_after_it(isa: str, queries: list[int])
         row[: j - i] = torch.arange(i, j)
     slots = torch.cat([16 * i + torch.arange(n) for i, n in zip(first, queries, strict=False)])
     batch = Batch(positions, slots, tables, torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32))
-    q = _quantized("int4-g64-sym", 50, 6 * 32)
+    q = _quantized("int4-g64-sym", 50, 6 * wide)
     after, y = kernel.prepack(q), torch.empty(rows, 50)
-    cache, rope = ops.cache(first[-1], 16, 2, 32), (torch.ones(longest, 16), torch.zeros(longest, 16))
-    out = ops.attention(_inputs(rows, 10 * 32), a, cache, rope, batch, after.view)
+    cache, rope = ops.cache(first[-1], 16, 2, wide), (torch.ones(longest, wide // 2), torch.zeros(longest, wide // 2))
+    out = ops.attention(_inputs(rows, 10 * wide), a, cache, rope, batch, after.view)
     context(2, isa).linear_rounded(after.view, rows, y.data_ptr(), 50)
     assert torch.equal(y, _run(isa, q, out))
     with pytest.raises(ValueError, match="does not round"):
-        ops.attention(_inputs(rows, 10 * 32), a, cache, rope, batch, kernel.prepack(_quantized("int4-g64-sym", 50, 64)).view)
+        ops.attention(_inputs(rows, 10 * wide), a, cache, rope, batch, kernel.prepack(_quantized("int4-g64-sym", 50, 64)).view)
 
 
 @pytest.mark.parametrize("isa", ISAS)

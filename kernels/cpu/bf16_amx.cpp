@@ -6,7 +6,6 @@
 
 #include "amx_config.inl"
 #include "bf16_512.inl"
-#include "qforge/layers.h"
 
 namespace qforge {
 namespace {

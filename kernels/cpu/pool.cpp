@@ -25,6 +25,7 @@ uint64_t first_of(uint64_t tasks) { return tasks >> kBits & kField; }
 uint64_t end_of(uint64_t tasks) { return tasks & kField; }
 uint64_t packed(uint64_t epoch, uint64_t first, uint64_t end) { return epoch << 2 * kBits | first << kBits | end; }
 uint64_t after(uint64_t epoch) { return (epoch + 1) & kEpochs; }
+uint64_t share(uint64_t count, size_t part, size_t parts) { return count * part / parts; }  // where a part's tasks begin
 
 }  // namespace
 
@@ -41,14 +42,15 @@ Pool::~Pool() {
 
 // Takes a task of a part: the first of one's own, the last of another's. Whoever comes first finds what the job before has left there, and begins.
 bool Pool::claim(uint64_t job, int part, bool own, int &task) {
-    const uint64_t epoch = epoch_of_job(job), count = job & kField, all = parts_.size(), p = static_cast<uint64_t>(part);
+    const uint64_t epoch = epoch_of_job(job), count = job & kField;
+    const auto p = static_cast<size_t>(part);
     std::atomic<uint64_t> &tasks = parts_[p].tasks;
     uint64_t found = tasks.load(std::memory_order_acquire), first, end;
     do {
         const bool begun = epoch_of(found) == epoch;
         if (!begun && after(epoch_of(found)) != epoch) return false;  // the job is over
-        first = begun ? first_of(found) : count * p / all;
-        end = begun ? end_of(found) : count * (p + 1) / all;
+        first = begun ? first_of(found) : share(count, p, parts_.size());
+        end = begun ? end_of(found) : share(count, p + 1, parts_.size());
         if (first >= end) return false;
         task = static_cast<int>(own ? first++ : --end);
     } while (!tasks.compare_exchange_weak(found, packed(epoch, first, end), std::memory_order_acq_rel, std::memory_order_acquire));
@@ -92,15 +94,13 @@ void Pool::run_at_once(int count, Task task, void *context) {
         for (const Part &p : parts_) sum += p.finished.load(std::memory_order_acquire);
         return sum;
     };
-    const uint64_t last = finished() + static_cast<uint64_t>(count), epoch = after(epoch_of_job(job_.load(std::memory_order_relaxed)));
+    const auto tasks = static_cast<uint64_t>(count);
+    const uint64_t last = finished() + tasks, epoch = after(epoch_of_job(job_.load(std::memory_order_relaxed)));
     task_ = task;
     context_ = context;
     if (count < threads())  // a part without tasks is begun by nobody
-        for (Part &p : parts_) {
-            const uint64_t at = static_cast<uint64_t>(&p - parts_.data()), all = parts_.size();
-            p.tasks.store(packed(epoch, static_cast<uint64_t>(count) * at / all, static_cast<uint64_t>(count) * (at + 1) / all), std::memory_order_release);
-        }
-    const uint64_t job = epoch << kBits | static_cast<uint64_t>(count);
+        for (size_t p = 0; p < parts_.size(); ++p) parts_[p].tasks.store(packed(epoch, share(tasks, p, parts_.size()), share(tasks, p + 1, parts_.size())), std::memory_order_release);
+    const uint64_t job = epoch << kBits | tasks;
     job_.store(job, std::memory_order_release);
     job_.notify_all();
     work_on(job, 0);

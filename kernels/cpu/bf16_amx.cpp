@@ -15,6 +15,7 @@ namespace {
 #include "activation.inl"
 
 constexpr int64_t kLead = 2;      // stretches that weights are made before they are multiplied
+constexpr int64_t kNear = 12;     // stretches that codes are brought before they are read: a pair of tiles ahead, which may be 90 KiB, 2048 x 5632 takes 4 (32 rows) to 10 % (1 row) longer
 constexpr int64_t kRing = 4;      // stretches of a panel that rows pass but once: a whole one would drive activations out of the L1 cache
 
 // Sums of two groups of rows x two tiles of columns; weights of two tiles; activations of two groups. `rows` of a group.
@@ -111,7 +112,7 @@ struct Tiles {
 template <Format F, int M, int N>
 void make_and_multiply(const Weight &w, const Tiles &at, const uint16_t *x, uint8_t *panels, int64_t last) {
     constexpr int64_t kBytes = chunk_bytes(F), kMade = kPanelBytes / 4;  // of a chunk's codes and weights
-    const int64_t count = stretches(w), tile_bytes = w.inputs() / 8 * kBytes, tile_scales = w.blocks * kTile, of_block = w.block_k / kStretch;
+    const int64_t count = stretches(w), tile_bytes = w.inputs() / 8 * kBytes, tile_scales = w.blocks * kTile, of_block = w.block_k / kStretch, near = std::min(kNear, count);
     const Codes<F> codes(w);
     const auto line = [&](int64_t n, int64_t block) { return Line<F>(w, at.tile(n) * tile_scales + block * kTile, at.step * tile_scales); };
     const auto ready = [&](int64_t s) {
@@ -129,6 +130,7 @@ void make_and_multiply(const Weight &w, const Tiles &at, const uint16_t *x, uint
             if constexpr (N == 2) second = line(1, block);
         }
         --left;
+        const int64_t ahead = near * 4 * kBytes + (s < count - near ? 0 : (at.step - 1) * tile_bytes);  // past a tile's end: in the tile that is next where this one is now
         uint8_t *to = panels + (s & last) * kPanelBytes;
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
@@ -136,7 +138,7 @@ void make_and_multiply(const Weight &w, const Tiles &at, const uint16_t *x, uint
 #pragma GCC unroll 2
             for (int j = N * i; j < N * (i + 1); ++j) {  // chunks of both tiles
                 const bool other = j >= 4;
-                codes.chunk(from + other * at.apart * tile_bytes + j % 4 * kBytes, other ? second : first, to + other * count * kPanelBytes + j % 4 * kMade, at.step * tile_bytes);
+                codes.chunk(from + other * at.apart * tile_bytes + j % 4 * kBytes, other ? second : first, to + other * count * kPanelBytes + j % 4 * kMade, ahead);
             }
         }
         from += 4 * kBytes;

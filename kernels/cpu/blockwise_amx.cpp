@@ -112,7 +112,8 @@ void all_groups(const BlockwisePiece &p, int8_t *panel) {
     const auto run = segments == 1 ? product<L, Z, C, 1, true> : segments == 2 ? product<L, Z, C, 2, true> : part;
     const int64_t rows = p.row_end - p.row, groups = (rows + kRows - 1) / kRows;
     for (int64_t tile = p.tile; tile < p.tile_end; ++tile) {
-        Ahead codes_ahead = codes_after(w, tile, tile + 1, rows, groups), scales_ahead = scales_after(w, tile, tile + 1, rows, groups);
+        const Strip strip{tile, tile + 1, rows, groups};
+        Ahead codes_ahead = codes_after(w, strip), scales_ahead = scales_after(w, strip);
         unpack(w, tile, panel);
         for_groups(p.row, p.row_end, [&](int64_t row, int64_t rows) { run(p, row, rows, tile, panel, codes_ahead, scales_ahead); });
     }

@@ -49,14 +49,15 @@ struct PairedProduct {
     Ahead codes_ahead{}, scales_ahead{};
 
     PairedProduct(const BlockwisePiece &piece, void *scratch) : p(piece), panels(static_cast<Panel *>(scratch)) {}
-    void begin(int64_t strip, int64_t strip_end, int64_t rows, int64_t groups) {
+    void begin(Strip strip) {
         const Weight &w = *p.weight;
-        codes_ahead = codes_after(w, strip, strip_end, rows, groups);
-        scales_ahead = scales_after(w, strip, strip_end, rows, groups);
-        first_tile = strip;
+        strip.stream = false;  // tiles are unpacked as a whole
+        codes_ahead = codes_after(w, strip);
+        scales_ahead = scales_after(w, strip);
+        first_tile = strip.tile;
         const int64_t segments = w.inputs() / kCentered;
         Panel *to = panels;
-        for (int64_t tile = strip; tile < strip_end; ++tile)
+        for (int64_t tile = strip.tile; tile < strip.tile_end; ++tile)
             for (int64_t s = 0; s < segments; ++s) unpack(chunks_of(w, tile) + s * kCentered / 8 * chunk_bytes(Format::INT4), code_sums_of(w, tile) + s * kTile, *to++);
     }
 

@@ -156,9 +156,9 @@ struct Product {
     Ahead codes_ahead{}, scales_ahead{};
 
     explicit Product(const BlockwisePiece &piece) : p(piece) {}
-    void begin(int64_t strip, int64_t strip_end, int64_t rows, int64_t groups) {
-        codes_ahead = codes_after(*p.weight, strip, strip_end, rows, groups);
-        scales_ahead = scales_after(*p.weight, strip, strip_end, rows, groups);
+    void begin(const Strip &strip) {
+        codes_ahead = codes_after(*p.weight, strip);
+        scales_ahead = scales_after(*p.weight, strip);
     }
 
     template <int R, int T>
@@ -249,9 +249,9 @@ struct CenteredProduct {
     Ahead codes_ahead{}, scales_ahead{};
 
     explicit CenteredProduct(const BlockwisePiece &piece) : p(piece) {}
-    void begin(int64_t strip, int64_t strip_end, int64_t rows, int64_t groups) {
-        codes_ahead = codes_after(*p.weight, strip, strip_end, rows, groups);
-        scales_ahead = scales_after(*p.weight, strip, strip_end, rows, groups);
+    void begin(const Strip &strip) {
+        codes_ahead = codes_after(*p.weight, strip);
+        scales_ahead = scales_after(*p.weight, strip);
     }
 
     template <int R, int T>

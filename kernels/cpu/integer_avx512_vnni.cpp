@@ -62,8 +62,8 @@ struct Product {
     Ahead codes_ahead{};
 
     explicit Product(const IntegerPiece &piece) : p(piece) {}
-    void begin(int64_t strip, int64_t strip_end, int64_t rows, int64_t groups) {
-        codes_ahead = codes_after(*p.weight, strip, strip_end, rows, groups);
+    void begin(const Strip &strip) {
+        codes_ahead = codes_after(*p.weight, strip);
     }
 
     template <int R, int T>

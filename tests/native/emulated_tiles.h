@@ -3,8 +3,10 @@
 
 #include <immintrin.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 namespace emulated {
 
@@ -48,6 +50,31 @@ inline void multiply(int to, int a, int b) {
         }
 }
 
+inline float flushed(float v) { return std::fabs(v) < std::numeric_limits<float>::min() ? 0.0f : v; }
+
+inline float bf16(const uint8_t *at) {
+    uint16_t bits;
+    std::memcpy(&bits, at, 2);
+    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+    float v;
+    std::memcpy(&v, &wide, 4);
+    return flushed(v);
+}
+
+// TDPBF16PS: even and odd inputs apart, from 0, each product and sum fused
+inline void multiply_bf16(int to, int a, int b) {
+    Tile &sum = tiles[to];
+    if (tiles[a].bytes / 4 != tiles[b].rows || tiles[a].rows != sum.rows || tiles[b].bytes != sum.bytes) __builtin_trap();
+    for (int m = 0; m < sum.rows; ++m)
+        for (int n = 0; n < sum.bytes / 4; ++n) {
+            float value, sums[2] = {0, 0};
+            std::memcpy(&value, &sum.data[m][4 * n], 4);
+            for (int k = 0; k < tiles[a].bytes / 2; ++k) sums[k % 2] = flushed(std::fma(bf16(&tiles[a].data[m][2 * k]), bf16(&tiles[b].data[k / 2][4 * n + k % 2 * 2]), sums[k % 2]));
+            value = flushed(value + flushed(sums[0] + sums[1]));
+            std::memcpy(&sum.data[m][4 * n], &value, 4);
+        }
+}
+
 }  // namespace emulated
 
 #undef _tile_loadd
@@ -55,6 +82,8 @@ inline void multiply(int to, int a, int b) {
 #undef _tile_zero
 #undef _tile_dpbssd
 #undef _tile_dpbusd
+#undef _tile_stream_loadd
+#undef _tile_dpbf16ps
 #define _tile_loadconfig(config) emulated::configure(config)
 #define _tile_release() static_cast<void>(0)
 #define _tile_loadd(tile, from, stride) emulated::load(tile, from, stride)
@@ -62,3 +91,5 @@ inline void multiply(int to, int a, int b) {
 #define _tile_zero(tile) emulated::zero(tile)
 #define _tile_dpbssd(to, a, b) emulated::multiply<int8_t>(to, a, b)
 #define _tile_dpbusd(to, a, b) emulated::multiply<uint8_t>(to, a, b)
+#define _tile_stream_loadd(tile, from, stride) emulated::load(tile, from, stride)
+#define _tile_dpbf16ps(to, a, b) emulated::multiply_bf16(to, a, b)

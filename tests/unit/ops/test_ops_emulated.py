@@ -54,3 +54,14 @@ def test_attention_on_emulated_tiles_has_the_bits_of_plain_code(tmp_path: Path) 
         _compile(KERNELS / "layers_portable.cpp", tmp_path / "portable.o"),
     ]
     _run(objects, tmp_path / "check", 100)
+
+
+@pytest.mark.skipif("avx512_bf16" not in Path("/proc/cpuinfo").read_text(), reason="activations are rounded by AVX512-BF16")
+def test_products_in_bf16_on_emulated_tiles_have_the_bits_of_plain_code(tmp_path: Path) -> None:
+    objects = [
+        _compile(ROOT / "tests/native/bf16_amx_check.cpp", tmp_path / "check.o"),
+        _compile(KERNELS / "bf16_amx.cpp", tmp_path / "amx.o", *EMULATED),
+        _compile(KERNELS / "bf16_portable.cpp", tmp_path / "portable.o"),
+        _compile(KERNELS / "layers_portable.cpp", tmp_path / "layers.o"),
+    ]
+    _run(objects, tmp_path / "check", 200)

@@ -49,9 +49,8 @@ struct PairedProduct {
     Ahead codes_ahead{}, scales_ahead{};
 
     PairedProduct(const BlockwisePiece &piece, void *scratch) : p(piece), panels(static_cast<Panel *>(scratch)) {}
-    void begin(Strip strip) {
+    void begin(const Strip &strip) {  // never a stream: more rows than one group has
         const Weight &w = *p.weight;
-        strip.stream = false;  // tiles are unpacked as a whole
         codes_ahead = codes_after(w, strip);
         scales_ahead = scales_after(w, strip);
         first_tile = strip.tile;

@@ -72,7 +72,7 @@ struct Strip {
     int64_t tiles() const { return tile_end - tile; }
 };
 
-constexpr int64_t kNear = 3072;
+constexpr int64_t kNear = 3072;  // bytes
 
 inline bool brings_near() {
     static const bool intel = __builtin_cpu_is("intel");
@@ -80,10 +80,11 @@ inline bool brings_near() {
 }
 
 // What is brought while rows pass over a strip of tiles of `bytes` each.
-// One group that reads one stream: what comes kNear later, on Intel's processors (2048 and 4096 inputs, a Xeon with AMX: 1 row 26.5 -> 29 GB/s, 2 rows 22 -> 25).
+// One group that reads one stream: what comes kNear later (or somewhat more, where a block is no whole number of lines), on Intel's processors (2048 and 4096 inputs, a Xeon with AMX: 1 row 26.5 -> 29 GB/s, 2 rows 22 -> 25).
 // Else as many tiles after the strip, two tiles or fewer a call: 32 rows then take 26 instead of 29 ms for all of SmolLM2's weights, 3 rows half the time. A Zen 4 reads one row's
 // weights as fast as they come already, and takes longer when they are brought ahead.
 inline Ahead next_tiles(const Weight &w, const uint8_t *from, int64_t bytes, const Strip &s) {
+    if (w.blocks == 0) return {from, from, 0};
     const auto between = [&](int64_t first, int64_t end, int64_t step) { return Ahead{from + first, from + std::min(end, w.tiles() * bytes), (step + 63) / 64 * 64}; };
     if (s.stream && brings_near()) return between(s.tile * bytes + kNear, s.tile_end * bytes + kNear, bytes / w.blocks);
     const int64_t tiles = s.rows > 1 ? s.tiles() : 0, calls = s.groups * std::max<int64_t>(1, s.tiles() / 2);
@@ -98,11 +99,11 @@ inline Ahead scales_after(const Weight &w, const Strip &s) {
 
 // The product of `rows` <= R rows with the next tiles, and how many tiles that were
 template <int R, typename Product>
-int64_t some_rows(Product &product, int64_t rows, int64_t row, int64_t tile, int64_t tiles, bool stream) {
+int64_t some_rows(Product &product, int64_t rows, int64_t row, int64_t tile, int64_t tiles) {
     if constexpr (R > 1)
-        if (rows < R) return some_rows<R - 1>(product, rows, row, tile, tiles, stream);
+        if (rows < R) return some_rows<R - 1>(product, rows, row, tile, tiles);
     constexpr int T = V::tiles(R * Product::kLimbs);
-    if (stream || tiles < T) {
+    if (tiles < T) {
         product.template compute<R, 1>(row, tile);
         return 1;
     }
@@ -114,15 +115,14 @@ int64_t some_rows(Product &product, int64_t rows, int64_t row, int64_t tile, int
 // Product: kLimbs bytes a code, kMost rows in registers, begin(strip), compute<R, T>(row, tile) for R rows x T tiles
 template <typename Product, typename Piece>
 void all_rows(const Piece &p, Product product) {
-    const int64_t rows = p.row_end - p.row, groups = (rows + Product::kMost - 1) / Product::kMost, code_rows = rows * Product::kLimbs;
-    // Up to 4 rows one tile after the other where that is brought in time (3 rows 450 -> 390 us, 4096 x 4096), else as many at once as registers hold
-    const bool stream = groups == 1 && (V::tiles(static_cast<int>(code_rows)) == 1 || (brings_near() && code_rows <= 4));
+    const int64_t rows = p.row_end - p.row, groups = (rows + Product::kMost - 1) / Product::kMost;
+    const bool stream = groups == 1 && V::tiles(static_cast<int>(rows * Product::kLimbs)) == 1;
     for (int64_t first = p.tile; first < p.tile_end; first += kWideTiles) {
         const Strip strip{first, std::min(p.tile_end, first + kWideTiles), rows, groups, stream};
         product.begin(strip);
         for (int64_t row = p.row, left = groups; left > 0; --left) {
             const int64_t here = (p.row_end - row + left - 1) / left;
-            for (int64_t tile = strip.tile; tile < strip.tile_end;) tile += some_rows<Product::kMost>(product, here, row, tile, strip.tile_end - tile, stream);
+            for (int64_t tile = strip.tile; tile < strip.tile_end;) tile += some_rows<Product::kMost>(product, here, row, tile, strip.tile_end - tile);
             row += here;
         }
     }

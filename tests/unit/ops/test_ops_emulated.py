@@ -12,6 +12,7 @@ import pytest
 from qforge.ops.native_module import instruction_sets
 
 ROOT = Path(__file__).parents[3]
+CPUINFO = Path("/proc/cpuinfo")
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 FLAGS = ["-std=c++20", "-O2", "-ffp-contract=off", "-w", "-pthread", "-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni"]
 TILES = ["-mamx-tile", "-mamx-int8", "-mamx-bf16", "-mavx512bf16"]
@@ -56,7 +57,7 @@ def test_attention_on_emulated_tiles_has_the_bits_of_plain_code(tmp_path: Path) 
     _run(objects, tmp_path / "check", 100)
 
 
-@pytest.mark.skipif("avx512_bf16" not in Path("/proc/cpuinfo").read_text(), reason="activations are rounded by AVX512-BF16")
+@pytest.mark.skipif(not CPUINFO.is_file() or "avx512_bf16" not in CPUINFO.read_text(), reason="activations are rounded by AVX512-BF16")
 def test_products_in_bf16_on_emulated_tiles_have_the_bits_of_plain_code(tmp_path: Path) -> None:
     objects = [
         _compile(ROOT / "tests/native/bf16_amx_check.cpp", tmp_path / "check.o"),

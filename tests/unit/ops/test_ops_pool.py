@@ -26,7 +26,7 @@ def test_each_task_of_each_job_runs_once(tmp_path: Path, sanitizer: str | None) 
     if program is None and sanitizer:
         pytest.skip(f"the compiler has no {sanitizer} sanitizer")
     assert program is not None
-    told = subprocess.run([str(program), "0", "2" if sanitizer else "20"], capture_output=True, text=True, check=False, timeout=300)
+    told = subprocess.run([str(program), "0", "2" if sanitizer else "20"], capture_output=True, text=True, check=False, timeout=60)
     if "unexpected memory mapping" in told.stderr:
         pytest.skip("the sanitizer does not run on this kernel")
     assert (told.returncode, told.stdout) == (0, ""), told.stderr[:2000]

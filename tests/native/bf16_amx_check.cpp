@@ -1,30 +1,18 @@
 // Random products in bf16, with gates and without: AMX's code on emulated tiles against plain C++, bit for bit.   bf16_amx_check FIRST_SEED COUNT
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <random>
 #include <vector>
 
 #include "qforge/bf16.h"
+#include "room.h"
 #include "seeds.h"
 
 using namespace qforge;
 
 namespace {
-
-struct Free {
-    void operator()(void *p) const { std::free(p); }
-};
-using Room = std::unique_ptr<void, Free>;
-
-Room room(int64_t bytes) {
-    const auto whole = static_cast<size_t>((bytes + 63) / 64 * 64);
-    void *memory = std::aligned_alloc(64, whole);
-    std::memset(memory, 0xFF, whole);  // NaNs
-    return Room(memory);
-}
 
 Room rows_of(int64_t rows, int64_t count) { return room((rows + kGroupRows - 1) / kGroupRows * count * kTileValues * 2); }
 
@@ -57,7 +45,7 @@ bool same(unsigned seed) {
     Case c{{formats[below(4)], columns, 1 + below(7), lengths[below(8)], 1, nullptr, nullptr, nullptr, nullptr, nullptr, Activations::BF16}, {}, 1 + below(100), kGroupRows * (1 + below(5))};
     Weight &w = c.w;
     const int64_t count = w.tiles() * w.blocks * kTile;
-    std::vector<uint8_t> codes(static_cast<size_t>(w.tiles() * w.inputs() / 8 * chunk_bytes(w.format)) + 4096), zeros(static_cast<size_t>(count));
+    std::vector<uint8_t> codes(static_cast<size_t>(w.tiles() * w.inputs() / 8 * chunk_bytes(w.format))), zeros(static_cast<size_t>(count));
     std::vector<float> scales(static_cast<size_t>(count)), book(16), bias(static_cast<size_t>(columns));
     for (uint8_t &code : codes) code = static_cast<uint8_t>(random());
     for (uint8_t &z : zeros) z = static_cast<uint8_t>(below(w.format == Format::INT8 ? 256 : 16));

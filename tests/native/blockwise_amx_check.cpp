@@ -1,25 +1,17 @@
 // Random products with activations rounded by segments: AMX's code on emulated tiles against plain C++, bit for bit.   blockwise_amx_check FIRST_SEED COUNT
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <random>
 #include <vector>
 
 #include "qforge/blockwise.h"
+#include "room.h"
 #include "seeds.h"
 
 using namespace qforge;
 
 namespace {
-
-struct Free {
-    void operator()(void *p) const { std::free(p); }
-};
-using Room = std::unique_ptr<void, Free>;
-
-Room room(int64_t bytes) { return Room(std::aligned_alloc(64, static_cast<size_t>((bytes + 63) / 64 * 64))); }
 
 std::vector<float> product(const BlockwiseFunctions &f, const Weight &w, const std::vector<float> &x, int64_t rows) {
     const auto whole = static_cast<size_t>((rows + 15) / 16 * 16), inputs = static_cast<size_t>(w.inputs()), segments = static_cast<size_t>(w.blocks * segments_of_block(w));

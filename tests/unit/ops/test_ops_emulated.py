@@ -31,38 +31,21 @@ KERNELS = ROOT / "kernels/cpu"
 EMULATED = [*TILES, "-include", str(ROOT / "tests/native/emulated_tiles.h")]
 
 
-def _run(objects: list[Path], program: Path, count: int) -> None:
+needs_bf16 = pytest.mark.skipif(not CPUINFO.is_file() or "avx512_bf16" not in CPUINFO.read_text(), reason="activations are rounded by AVX512-BF16")
+
+
+@pytest.mark.parametrize(
+    ("emulated", "others", "count"),
+    [
+        ("blockwise_amx", ["blockwise_avx512_vnni", "blockwise_portable", "cache_ahead"], 300),
+        ("attention_amx", ["layers_portable"], 100),
+        pytest.param("bf16_amx", ["bf16_portable", "layers_portable"], 200, marks=needs_bf16),
+    ],
+)
+def test_emulated_tiles_give_the_bits_of_plain_code(tmp_path: Path, emulated: str, others: list[str], count: int) -> None:
+    objects = [_compile(ROOT / f"tests/native/{emulated}_check.cpp", tmp_path / "check.o"), _compile(KERNELS / f"{emulated}.cpp", tmp_path / "amx.o", *EMULATED)]
+    objects += [_compile(KERNELS / f"{name}.cpp", tmp_path / f"{name}.o") for name in others]
+    program = tmp_path / "check"
     subprocess.run([str(COMPILER), "-pthread", *map(str, objects), "-o", str(program)], check=True)
     told = subprocess.run([str(program), "0", str(count)], capture_output=True, text=True, check=False)
     assert (told.returncode, told.stdout) == (0, "")
-
-
-def test_products_on_emulated_tiles_have_the_bits_of_plain_code(tmp_path: Path) -> None:
-    objects = [
-        _compile(ROOT / "tests/native/blockwise_amx_check.cpp", tmp_path / "check.o"),
-        _compile(KERNELS / "blockwise_amx.cpp", tmp_path / "amx.o", *EMULATED),
-        _compile(KERNELS / "blockwise_avx512_vnni.cpp", tmp_path / "avx512.o"),
-        _compile(KERNELS / "blockwise_portable.cpp", tmp_path / "portable.o"),
-        _compile(KERNELS / "cache_ahead.cpp", tmp_path / "cache.o"),
-    ]
-    _run(objects, tmp_path / "check", 300)
-
-
-def test_attention_on_emulated_tiles_has_the_bits_of_plain_code(tmp_path: Path) -> None:
-    objects = [
-        _compile(ROOT / "tests/native/attention_amx_check.cpp", tmp_path / "check.o"),
-        _compile(KERNELS / "attention_amx.cpp", tmp_path / "amx.o", *EMULATED),
-        _compile(KERNELS / "layers_portable.cpp", tmp_path / "portable.o"),
-    ]
-    _run(objects, tmp_path / "check", 100)
-
-
-@pytest.mark.skipif(not CPUINFO.is_file() or "avx512_bf16" not in CPUINFO.read_text(), reason="activations are rounded by AVX512-BF16")
-def test_products_in_bf16_on_emulated_tiles_have_the_bits_of_plain_code(tmp_path: Path) -> None:
-    objects = [
-        _compile(ROOT / "tests/native/bf16_amx_check.cpp", tmp_path / "check.o"),
-        _compile(KERNELS / "bf16_amx.cpp", tmp_path / "amx.o", *EMULATED),
-        _compile(KERNELS / "bf16_portable.cpp", tmp_path / "portable.o"),
-        _compile(KERNELS / "layers_portable.cpp", tmp_path / "layers.o"),
-    ]
-    _run(objects, tmp_path / "check", 200)

@@ -242,7 +242,8 @@ inline __attribute__((always_inline)) void add_centered(V::Floats (&part)[R][T],
     }
 }
 
-template <bool Z>
+// One: a block is a segment. Else parts begin with its first segment, in code of its own where they are put away, or as 0.
+template <bool Z, bool One>
 struct CenteredProduct {
     static constexpr int kLimbs = 1, kMost = V::kCodeRows<Format::INT4, 1>;
     const BlockwisePiece &p;
@@ -256,6 +257,7 @@ struct CenteredProduct {
 
     template <int R, int T>
     void compute(int64_t row, int64_t tile) {
+        constexpr bool kTwo = V::kSpan < kCentered || R * T <= 2;  // or sums would wait for themselves
         const Weight &w = *p.weight;
         const int64_t inputs = w.inputs(), stride = w.blocks * segments_of_block(w);
         const int8_t *x = p.rounded.codes + row * inputs;
@@ -273,50 +275,57 @@ struct CenteredProduct {
             if (R <= kFewRows)  // at once: a second stream beside that of codes would cost memory a third of its speed
                 for (int64_t line = 0; line < code_sums_bytes(w); line += 64) __builtin_prefetch(reinterpret_cast<const char *>(code_sums[t]) + line);
         }
+        const auto next_segment = [&] {
+            x += kCentered;
+            for (int t = 0; t < T; ++t) code_sums[t] += kTile;
+            ++n.scale, ++n.offset, ++n.middle;
+        };
         for (int64_t b = 0; b < w.blocks; ++b) {
             codes_ahead.fetch();
             scales_ahead.fetch();
             p.cache->fetch(R * T * kTile * w.block_k);
             V::Floats part[R][T];
-            int64_t left = w.block_k;
-            bool first = true;
-            do {
-                constexpr bool kTwo = V::kSpan < kCentered || R * T <= 2;  // or sums would wait for themselves
-                V::put_away(total);
-                if (left >= kCentered) {  // apart, so that its loop has no end to look for
-                    if (first) {
+            V::put_away(total);
+            if constexpr (One) {
+                add_centered<Z, true, kTwo>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
+                next_segment();
+            } else {
+                int64_t left = w.block_k;
+                if (!V::kAway || left < kCentered)
+#pragma GCC unroll 6
+                    for (int r = 0; r < R; ++r)
+                        for (int t = 0; t < T; ++t) part[r][t] = V::spread(0);
+                for (; left >= kCentered; left -= kCentered, next_segment()) {
+                    if (V::kAway && left == w.block_k) {
                         add_centered<Z, true, kTwo>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
                     } else {
                         V::put_away(part);
                         add_centered<Z, false, kTwo>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
                     }
-                    x += kCentered;
-                } else {
-                    if (first)
-                        for (int r = 0; r < R; ++r)
-                            for (int t = 0; t < T; ++t) part[r][t] = V::spread(0);
+                }
+                if (left > 0) {
                     V::put_away(part);
                     if (V::kSpan < kCentered && left > kSegment) add_centered<Z, false, true>(part, chunk, x, inputs, left / 8, n, stride, code_sums);
                     else add_centered<Z, false, false>(part, chunk, x, inputs, left / 8, n, stride, code_sums);
-                    x += left;
+                    x += left - kCentered;
+                    next_segment();
                 }
-                for (int t = 0; t < T; ++t) code_sums[t] += kTile;
-                ++n.scale, ++n.offset, ++n.middle;
-                left -= kCentered;
-                first = false;
-            } while (left > 0);
+            }
             add_block<Z>(total, part, w, tile, b, row_sum);
         }
         store(p, total, row, tile);
     }
 };
 
+template <bool Z>
+void any_blocks(const BlockwisePiece &p) { p.weight->block_k == kCentered ? all_rows(p, CenteredProduct<Z, true>(p)) : all_rows(p, CenteredProduct<Z, false>(p)); }
+
 template <Format F, int L>
 void any_zeros(const BlockwisePiece &p) { p.weight->zero < 0 ? all_rows(p, Product<F, L, false>(p)) : all_rows(p, Product<F, L, true>(p)); }
 
 void piece(const BlockwisePiece &p, void *) {
     const Weight &w = *p.weight;
-    if (centered(w)) return w.zero < 0 ? all_rows(p, CenteredProduct<false>(p)) : all_rows(p, CenteredProduct<true>(p));
+    if (centered(w)) return w.zero < 0 ? any_blocks<false>(p) : any_blocks<true>(p);
     if (w.format == Format::INT4) return any_zeros<Format::INT4, 2>(p);
     limbs(w) == 2 ? any_zeros<Format::INT8, 2>(p) : any_zeros<Format::INT8, 1>(p);
 }

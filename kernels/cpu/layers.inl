@@ -44,7 +44,12 @@ void gate(const GateRows &g, int64_t row, int64_t row_end) {
         const float *x = g.x + row * 2 * g.width, *up = x + g.width;
         float *y = g.y + row * g.width;
         int64_t i = 0;
-        for (; i + kLanes <= g.width; i += kLanes) Lanes::mul(activate(g.activation, Lanes::load(x + i)), Lanes::load(up + i)).store(y + i);
+        for (; i + kLanes <= g.width; i += kLanes) {
+            // The next row's: what many rows gave lies in the last cache or with another thread, and the CPU looks ahead within a page only (SmolLM2's prompts, a Zen 5: 1.3 % of the mixed load)
+            __builtin_prefetch(x + 2 * g.width + i);
+            __builtin_prefetch(up + 2 * g.width + i);
+            Lanes::mul(activate(g.activation, Lanes::load(x + i)), Lanes::load(up + i)).store(y + i);
+        }
         if (i < g.width) {
             float last[kLanes] = {}, result[kLanes];
             for (int64_t j = i; j < g.width; ++j) last[j - i] = x[j];

@@ -2,7 +2,7 @@
 //   largest_bits(x, inputs): the bits of the largest magnitude; round_segment<bytes of a code>(x, inputs, inverse, high bytes, low bytes) -> CodeSums;
 //   largest_bits_of_four(x, bits): the same for four whole segments, one after the other; round_four(x, inverses, bytes, sums): their codes of one byte, or false where it leaves them to round_segment;
 //   for segments around a middle extremes(x, inputs), extremes_of_four(x, high, low), round_centered(x, inputs, inverse, middle, bytes) -> sum of those bytes, round_four_centered(x, inverses, middles, bytes, sums);
-//   V: 16 columns side by side (sums_x86.inl), V::Floats, V::Integers; V::kCodeRows<F, bytes of a code>: code rows that its registers hold; V::kSpan: inputs whose products of a byte and 4 bits V::Sums hold.
+//   V: 16 columns side by side (sums_x86.inl), V::Floats, V::Integers; V::kCodeRows<F, bytes of a code>: code rows whose sums its registers hold; V::kSpan: inputs whose products of a byte and 4 bits V::Sums hold.
 #include <immintrin.h>
 
 #include <algorithm>

@@ -40,14 +40,15 @@ void residual(const ResidualRows &r, int64_t row, int64_t row_end) {
 }
 
 void gate(const GateRows &g, int64_t row, int64_t row_end) {
+    const int64_t next_row = row_end - row > 1 ? 2 * g.width : 0;  // of many, the one after the last is the next call's
     for (; row < row_end; ++row) {
         const float *x = g.x + row * 2 * g.width, *up = x + g.width;
         float *y = g.y + row * g.width;
         int64_t i = 0;
         for (; i + kLanes <= g.width; i += kLanes) {
             // The next row's: what many rows gave lies in the last cache or with another thread, and the CPU looks ahead within a page only (SmolLM2's prompts, a Zen 5: 1.3 % of the mixed load)
-            __builtin_prefetch(x + 2 * g.width + i);
-            __builtin_prefetch(up + 2 * g.width + i);
+            __builtin_prefetch(x + next_row + i);
+            __builtin_prefetch(up + next_row + i);
             Lanes::mul(activate(g.activation, Lanes::load(x + i)), Lanes::load(up + i)).store(y + i);
         }
         if (i < g.width) {

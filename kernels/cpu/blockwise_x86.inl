@@ -275,8 +275,8 @@ struct CenteredProduct {
             if (R <= kFewRows)  // at once: a second stream beside that of codes would cost memory a third of its speed
                 for (int64_t line = 0; line < code_sums_bytes(w); line += 64) __builtin_prefetch(reinterpret_cast<const char *>(code_sums[t]) + line);
         }
-        const auto next_segment = [&] {
-            x += kCentered;
+        const auto go_on = [&](int64_t by) {
+            x += by;
             for (int t = 0; t < T; ++t) code_sums[t] += kTile;
             ++n.scale, ++n.offset, ++n.middle;
         };
@@ -288,14 +288,14 @@ struct CenteredProduct {
             V::put_away(total);
             if constexpr (One) {
                 add_centered<Z, true, kTwo>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
-                next_segment();
+                go_on(kCentered);
             } else {
                 int64_t left = w.block_k;
                 if (!V::kAway || left < kCentered)
 #pragma GCC unroll 6
                     for (int r = 0; r < R; ++r)
                         for (int t = 0; t < T; ++t) part[r][t] = V::spread(0);
-                for (; left >= kCentered; left -= kCentered, next_segment()) {
+                for (; left >= kCentered; left -= kCentered, go_on(kCentered)) {
                     if (V::kAway && left == w.block_k) {
                         add_centered<Z, true, kTwo>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
                     } else {
@@ -307,8 +307,7 @@ struct CenteredProduct {
                     V::put_away(part);
                     if (V::kSpan < kCentered && left > kSegment) add_centered<Z, false, true>(part, chunk, x, inputs, left / 8, n, stride, code_sums);
                     else add_centered<Z, false, false>(part, chunk, x, inputs, left / 8, n, stride, code_sums);
-                    x += left - kCentered;
-                    next_segment();
+                    go_on(left);
                 }
             }
             add_block<Z>(total, part, w, tile, b, row_sum);

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vs_llama_cpp import HERE, ROWS, mixed, row, told, weights_of, work
+from ceiling import integer_rate, multiplications, said
+from vs_llama_cpp import HERE, ROWS, mixed, row, told, value, weights_of, work
 
 from qforge.ops.native_module import instruction_sets
 from qforge.runtime.bench import read_bandwidth
@@ -53,9 +55,11 @@ def main(other: Other = OPENVINO, doc: str | None = __doc__) -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rounds = [one_round(args, other, Path(folder)) for _ in range(args.rounds)]
+    requests, first_set = load(args.model), next(iter(instruction_sets()), "")
     content = {
         "command": told(other.benchmark), "activations": args.activations, "threads": args.threads, "weights": weights_of(args.model),
-        "environment": environment() | {"instruction_set": next(iter(instruction_sets()), None), "read_bandwidth": read_bandwidth(args.threads)}, "rounds": rounds,
+        "environment": environment() | {"instruction_set": first_set, "read_bandwidth": read_bandwidth(args.threads)}, "rounds": rounds,
+        "load": {"multiplications": multiplications(args.model, requests), "outputs": sum(r["output"] for r in requests), "integer_rate": integer_rate(args.threads, first_set)},
     }  # fmt: skip
     text = page(content, other)
     print(text)
@@ -65,12 +69,17 @@ def main(other: Other = OPENVINO, doc: str | None = __doc__) -> int:
     return 0
 
 
+def load(model: Path) -> list[dict[str, Any]]:
+    """The 32 requests."""
+    return mixed(32, json.loads((model / "config.json").read_text())["vocab_size"])
+
+
 def one_round(args: argparse.Namespace, other: Other, folder: Path) -> dict[str, dict[str, Any]]:
     """Both engines once."""
     request = {
         "model": str(args.model), "other": str(args.other), "activations": args.activations, "kv_cache": "int8", "threads": args.threads, "repeats": 2,
         "single": {"prompt": [100 + i % 1000 for i in range(512)], "output": 1}, "short": {"prompt": [5, 6, 7], "output": 128},
-        "mixed": mixed(32, json.loads((args.model / "config.json").read_text())["vocab_size"]),
+        "mixed": load(args.model),
     }  # fmt: skip
     return {"theirs": work(args.python, other.script, request, folder), "ours": work(Path(sys.executable), "ours.py", request, folder)}
 
@@ -85,7 +94,9 @@ def page(content: dict[str, Any], other: Other) -> str:
         f"{machine['instruction_set']}, memory read at {machine['read_bandwidth'] / 1e9:.1f} GB/s. Medians of {len(content['rounds'])} rounds, both in turn.", "",
         f"| | qforge | {other.name} | ratio |", "|---|---|---|---|",
     ]  # fmt: skip
-    return "\n".join(head + [line for name in ROWS if (line := row(name, content["rounds"], "theirs")) is not None])
+    of_load, theirs = content["load"], statistics.median(value(r["theirs"], "mixed.tokens_per_second") or 0.0 for r in content["rounds"])
+    goal = said(of_load["integer_rate"], of_load["multiplications"], of_load["outputs"], theirs)
+    return "\n".join(head + [line for name in ROWS if (line := row(name, content["rounds"], "theirs")) is not None] + (["", goal] if goal else []))
 
 
 if __name__ == "__main__":

@@ -88,6 +88,7 @@ struct PairedProduct {
                     for (int t = 0; t < T; ++t) {
                         lower[t] = _mm512_load_si512(panel[t * segments].codes[i][0]);
                         upper[t] = _mm512_load_si512(panel[t * segments].codes[i][1]);
+                        asm("" : "+v"(lower[t]), "+v"(upper[t]));  // in registers: GCC would have each of 3 rows read them again, and a group of 3 take longer than one of 4
                     }
 #pragma GCC unroll 6
                     for (int r = 0; r < R; ++r) {

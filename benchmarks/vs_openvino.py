@@ -56,10 +56,11 @@ def main(other: Other = OPENVINO, doc: str | None = __doc__) -> int:
     with tempfile.TemporaryDirectory() as folder:
         rounds = [one_round(args, other, Path(folder)) for _ in range(args.rounds)]
     requests, first_set = load(args.model), next(iter(instruction_sets()), "")
+    rate = integer_rate(args.threads, first_set) if args.activations == "int8" else None
     content = {
         "command": told(other.benchmark), "activations": args.activations, "threads": args.threads, "weights": weights_of(args.model),
         "environment": environment() | {"instruction_set": first_set, "read_bandwidth": read_bandwidth(args.threads)}, "rounds": rounds,
-        "load": {"multiplications": multiplications(args.model, requests), "outputs": sum(r["output"] for r in requests), "integer_rate": integer_rate(args.threads, first_set)},
+        "load": {"multiplications": multiplications(args.model, requests), "outputs": sum(r["output"] for r in requests), "integer_rate": rate},
     }  # fmt: skip
     text = page(content, other)
     print(text)
@@ -94,8 +95,8 @@ def page(content: dict[str, Any], other: Other) -> str:
         f"{machine['instruction_set']}, memory read at {machine['read_bandwidth'] / 1e9:.1f} GB/s. Medians of {len(content['rounds'])} rounds, both in turn.", "",
         f"| | qforge | {other.name} | ratio |", "|---|---|---|---|",
     ]  # fmt: skip
-    of_load, theirs = content["load"], statistics.median(value(r["theirs"], "mixed.tokens_per_second") or 0.0 for r in content["rounds"])
-    goal = said(of_load["integer_rate"], of_load["multiplications"], of_load["outputs"], theirs)
+    of_load, theirs = content["load"], [v for r in content["rounds"] if (v := value(r["theirs"], "mixed.tokens_per_second")) is not None]
+    goal = said(of_load["integer_rate"], of_load["multiplications"], of_load["outputs"], statistics.median(theirs) if theirs else None)
     return "\n".join(head + [line for name in ROWS if (line := row(name, content["rounds"], "theirs")) is not None] + (["", goal] if goal else []))
 
 

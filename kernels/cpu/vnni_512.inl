@@ -58,7 +58,7 @@ struct V {
     static constexpr bool kFirst = false;
 
     // 12 sums, which leave some of the parts and totals to memory. A Zen 5 adds to two sums a cycle, and each addition takes 4, so that the 8 sums of 4 rows wait for themselves: 5 rows take 23 % less time at once than
-    // as 3 and 2, 6 rows 11 % less, 12 rows 7 %. A Zen 4, which adds to one, ran 4 x 2 at 195 and 6 x 2 at 182 GMAC/s a thread before loops were unrolled; from 16 rows on it multiplies by pairs.
+    // as 3 and 2, 6 rows 11 % less, 12 rows 7 %. A Zen 4, which adds to one: 5 rows 14 %, 12 rows 7 % (blocks of 128: 8 and 0).
     template <Format F, int L>
     static constexpr int kCodeRows = 6;
     // Few rows read memory fastest as one stream (71 us against 94 with four, 2048 x 2048).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -45,10 +46,11 @@ def test_says_the_lesser_goal(ceiling: Any) -> None:
     assert ceiling.said(None, 10**10, 100, 20.0) == ""
 
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler")
 def test_measures_the_rate(ceiling: Any) -> None:
+    """What a core of 1 to 6 GHz can: 64 or 128 bytes a cycle by vectors of 512 bits, half as many or as many by those of 256, 1,024 by tiles; a disturbed one somewhat less."""
     assert ceiling.integer_rate(1, "portable") is None
     for name in instruction_sets()[:-1]:
         rate = ceiling.integer_rate(1, name)
         assert rate is not None
-        assert 1e9 < rate < 1e13
+        assert (2e11 if name == "amx" else 1.5e10) < rate < (7e12 if name == "amx" else 8e11)

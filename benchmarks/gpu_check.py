@@ -1,6 +1,6 @@
 """Are the GPU kernels right, and how fast, on the GPU of this machine? One call, under ten minutes.
 
-python benchmarks/gpu_check.py [--quick] [--out benchmarks/results/gpu-check]
+python benchmarks/gpu_check.py [--quick] [--models 1B] [--out benchmarks/results/gpu-check]
 
 First every kernel over odd shapes against fp64, and under compute-sanitizer where that is found (benchmarks/gpu_sanitize.py); then products of 4- and 8-bit weights beside cuBLAS
 (fp16, bf16) and beside what memory and tensor cores allow (the ceilings are measured in the same run), attention and sampling beside torch's, quantization here and on the
@@ -13,23 +13,25 @@ Exit codes: 0 all right; 1 a kernel or a rounding is wrong, the sanitizer found 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import functools
 import json
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple
+from contextlib import AbstractContextManager
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 import gpu_quantize
 import gpu_runtime
+import gpu_sanitize
 import torch
-from gpu_sanitize import sanitized
+from gpu_cases import cases, check
+from gpu_crew import Crew
 from gpu_sections import Section, run, watched
-from triton_cases import attention_case, compiled_case, linear_case, norm_case, rope_case, rounding_case, sampling_case, silu_case
 
 from qforge.methods.device import computing_on
 from qforge.ops.triton import tiles
@@ -40,7 +42,7 @@ from qforge.ops.triton.products import w4_linear, w8_linear
 from qforge.ops.triton.sampling import SamplingRows, most_likely, sample
 from qforge.ops.triton.tiles import Tile
 from qforge.ops.triton.timing import COLD_BYTES, microseconds
-from qforge.ops.triton.tune import random_weight
+from qforge.ops.triton.tune import neighbours, random_weight
 from qforge.ops.triton.tuned import Product
 from qforge.ops.triton.w4_pack import W4
 from qforge.scheme import parse
@@ -56,49 +58,70 @@ CONTEXTS = ((1, 4096, 1), (16, 2048, 1), (64, 1024, 1), (1, 4096, 2048), (4, 102
 Timed = Callable[[], Any]
 
 
-def cases() -> Iterator[tuple[str, Callable[[], tuple[float, float]]]]:
-    """Every kernel over odd shapes: name, case."""
-    float8 = capability(torch.device(DEVICE)) >= 89
-    for text in ("int4-g128-sym", "int4-g32-asym", "int4-channel-asym", "int4-g64-asym@f32"):
-        for rows, shape in ((1, (1000, 1152)), (1, (77, 128)), (2, (333, 640)), (17, (4100, 1024)), (33, (130, 2048)), (65, (257, 384)), (129, (1000, 1152)), (300, (515, 256))):
-            for dtype in (H, B):
-                yield f"{text}, {rows} x {shape}, {dtype}", lambda t=text, r=rows, s=shape, d=dtype: linear_case(t, r, s, d, DEVICE, bias=True)
-    yield "shuffled groups", lambda: linear_case("int4-g128-asym", 5, (500, 1024), H, DEVICE, shuffled=True)
-    for text in ("int8-channel-sym+int8-token", "fp8-e4m3-channel+fp8-e4m3-token", "fp8-e4m3-block128+fp8-e4m3-g128"):
-        if text.startswith("int8") or float8:
-            for rows, shape in ((1, (1000, 1152)), (3, (333, 640)), (7, (130, 4096)), (65, (257, 384)), (300, (515, 1280))):
-                yield f"{text}, {rows} x {shape}", lambda t=text, r=rows, s=shape: linear_case(t, r, s, B, DEVICE, bias=True)
-            yield f"rounding, {text}", lambda t=text: rounding_case(t, 9, 1280, DEVICE)
-    for stored in (None, INT8, FP8) if float8 else (None, INT8):
-        for parts in (1, 4):
-            many = {"contexts": (1, 700, 513, 1300), "heads": 8, "cache_heads": 2, "size": 128, "parts": parts, "stored": stored}
-            yield f"decode, {stored}, {parts} parts", lambda m=many: attention_case(B, DEVICE, queries=(1, 1, 1, 1), **m)
-            yield f"prompts, {stored}, {parts} parts", lambda m=many: attention_case(H, DEVICE, queries=(1, 300, 1, 37), window=200, **m)
-        for norms in (False, True):
-            yield f"rope{' after norms' if norms else ''}, {stored}", lambda s=stored, n=norms: rope_case(B, DEVICE, s, size=128, norms=n)
-        if stored is FP8:
-            yield "rope, calibrated fp8", lambda: rope_case(B, DEVICE, FP8, size=128, calibrated=(0.02, 0.01))
-    yield "attention, three heads share", lambda: attention_case(H, DEVICE, heads=9, cache_heads=3, size=80, queries=(1, 30, 50))
-    for rounded in (None, INT8, FP8) if float8 else (None, INT8):
-        yield f"norm, {rounded}", lambda r=rounded: norm_case(B, DEVICE, True, r, columns=4100)
-    yield "silu", lambda: silu_case(B, DEVICE, columns=11008)
-    for vocabulary in (2, 2048, 32000, 151936):
-        yield f"sampling, {vocabulary}", lambda v=vocabulary: sampling_case(v, DEVICE, seed=v, draws=8)
-    yield "sampling, equal logits", lambda: sampling_case(50257, DEVICE, ties=True)
-    yield from ((f"compiled, {text}", lambda t=text: compiled_case(t, DEVICE)) for text in ("int4-g128-asym", "int8-channel-sym+int8-token"))
+def rounded(scheme: str) -> dict[str, Any]:
+    """A scheme's row of gpu_quantize."""
+    return next(gpu_quantize.roundings(_card, gpu_quantize.Shape(), (scheme,)))
 
 
-def check() -> Iterator[dict[str, Any]]:
-    """Each case's error, and whether it is within its tolerance."""
-    for name, case in cases():
-        try:
-            error, tolerance = case()
-            row: dict[str, Any] = {"case": name, "error": error, "tolerance": tolerance, "right": error <= tolerance}
-        except Exception as e:
-            traceback.print_exc()
-            row = {"case": name, "error": f"{type(e).__name__}: {e}"[:500], "right": False}
-        print(f"{'right' if row['right'] else 'WRONG'}  {name}: {row['error']}", flush=True)
-        yield row
+def calibrated(method: str, scheme: str) -> dict[str, Any]:
+    """A method's row of gpu_quantize."""
+    return next(gpu_quantize.methods(_card, gpu_quantize.Shape(), ((method, scheme),)))
+
+
+def _card() -> AbstractContextManager[Any]:
+    return computing_on(torch.device(DEVICE, 0))
+
+
+def watched_by(tool: str) -> tuple[str, str]:
+    """What a tool of compute-sanitizer says."""
+    return next(gpu_sanitize.sanitized((tool,)), (tool, "not found"))
+
+
+def warm(what: str, *how: Any) -> str:
+    """Compile what is timed later: run it once."""
+    try:
+        _WARM[what](*how)
+    except Exception as e:
+        return f"{what} {how}: {type(e).__name__}: {e}"[:300]
+    return ""
+
+
+def _warm_products(outputs: int, inputs: int, rows: int, every_tile: bool) -> None:
+    w4 = random_weight(Product("w4", outputs, inputs, 128), DEVICE)
+    for d in (H, B):
+        w4_linear(torch.randn(rows, inputs, device=DEVICE, dtype=d), w4)
+    x = torch.randn(rows, inputs, device=DEVICE, dtype=B)
+    for name in _eights():
+        w8_linear(x, random_weight(Product(f"w8-{name}", outputs, inputs, 0), DEVICE))
+    for tile in _candidates(tiles.device_class(capability(torch.device(DEVICE))), rows) if every_tile else ():
+        with contextlib.suppress(Exception):  # what does not run is said when it is timed
+            w4_linear(x, w4, tile)
+    torch.cuda.synchronize()
+
+
+def _warm_runtime(name: str) -> None:
+    """A model of this one's widths with one layer."""
+    shape = replace(gpu_runtime.SHAPES[name], layers=1)
+    list(gpu_runtime.ours(name, gpu_runtime.Gpu(torch.device(DEVICE, 0), B), gpu_runtime.cuda_capture, shape, (False,)))
+
+
+_WARM: dict[str, Callable[..., Any]] = {
+    "products": _warm_products, "runtime": _warm_runtime, "attention": lambda i: _attention(*CONTEXTS[i]), "sampling": lambda: list(samplings()),
+}  # fmt: skip
+
+
+def crew(quick: bool, models: Sequence[str]) -> Crew:
+    """Everything that is not timed."""
+    shapes = SHAPES[: 1 if quick else 3]
+    return Crew({
+        "cases": [(check, (name,)) for name, _ in cases()],
+        "sanitizer": [(watched_by, (tool,)) for tool in gpu_sanitize.TOOLS] if gpu_sanitize.tool() else [],
+        "quantization": [*((calibrated, each) for each in reversed(gpu_quantize.CALIBRATED)), *((rounded, (scheme,)) for scheme in gpu_quantize.ROUNDED)],
+        "warm": [
+            *((warm, ("products", *shape, rows, not quick)) for shape in shapes for rows in ROWS), *((warm, ("attention", i)) for i in range(len(CONTEXTS))),
+            (warm, ("sampling",)), *((warm, ("runtime", name)) for name in models),
+        ],
+    })  # fmt: skip
 
 
 def ceilings() -> dict[str, float]:
@@ -117,7 +140,7 @@ def linears(most: dict[str, float], quick: bool) -> Iterator[dict[str, Any]]:
     for outputs, inputs in SHAPES[: 1 if quick else 3]:
         packed = _cold(Product("w4", outputs, inputs, 128))
         dense = {d: [torch.randn(outputs, inputs, device=DEVICE, dtype=d) for _ in range(max(2, COLD_BYTES // (outputs * inputs * 2)))] for d in (H, B)}
-        eights = {n: _cold(Product(f"w8-{n}", outputs, inputs, 0)) for n, t in (("int8", "int8-channel-sym+int8-token"), ("fp8", "fp8-e4m3-channel+fp8-e4m3-token")) if _runs(t)}
+        eights = {n: _cold(Product(f"w8-{n}", outputs, inputs, 0)) for n in _eights()}
         for rows in ROWS:
             x = {d: torch.randn(rows, inputs, device=DEVICE, dtype=d) for d in (H, B)}
             row: dict[str, Any] = {"outputs": outputs, "inputs": inputs, "rows": rows, "weight_bytes": packed[0].words.nbytes}
@@ -157,11 +180,10 @@ def floor(w: W4, rows: int, most: dict[str, float]) -> float:
 
 
 def _candidates(of: int, rows: int) -> list[Tile]:
-    """Every shipped tile that makes sense for so many rows, and some that are not shipped."""
-    found = {t for table in tiles.W4_GEMM.values() for _, t in table if t.m <= max(16, 2 * rows)}
-    few = {Tile(16, 32, 128, 4, 4, 8), Tile(16, 128, 128, 8, 3, 8), Tile(16, 64, 128, 4, 5, 16)} if rows <= 16 else set()
-    one = {tiles.W4_GEMV[of], Tile(1, 4, 1024, 4, 2), Tile(1, 16, 512, 4, 2), Tile(1, 4, 2048, 4, 2)} if rows == 1 else set()
-    return sorted(found | few | one, key=astuple)
+    """Every shipped tile that makes sense for so many rows, and its neighbours."""
+    shipped = {t for _, t in tiles.W4_GEMM[of] if t.m <= max(16, 2 * rows)}
+    near = {n for n in neighbours(tiles.tile_for(tiles.W4_GEMM[of], rows)) if n.k == tiles.W4_GEMM[of][0][1].k and n.m <= max(16, 2 * rows)}
+    return sorted(shipped | near, key=astuple)
 
 
 def _tried(tile: Tile, packed: list[W4], x: torch.Tensor) -> float | None:
@@ -173,8 +195,9 @@ def _tried(tile: Tile, packed: list[W4], x: torch.Tensor) -> float | None:
         return None
 
 
-def _runs(text: str) -> bool:
-    return TritonW8().supports(parse(text), (64, 128), DEVICE) is None
+def _eights() -> list[str]:
+    """Types of 8 bits that this GPU multiplies."""
+    return [n for n, text in (("int8", "int8-channel-sym+int8-token"), ("fp8", "fp8-e4m3-channel+fp8-e4m3-token")) if TritonW8().supports(parse(text), (64, 128), DEVICE) is None]
 
 
 def attentions() -> Iterator[dict[str, Any]]:
@@ -195,7 +218,7 @@ def _attention(sequences: int, context: int, queries: int) -> dict[str, float]:
     q = torch.randn(sequences * queries, heads, size, device=DEVICE, dtype=B)
     row: dict[str, float] = {}
     for name, kind in (("bf16", B), ("int8", INT8), ("fp8", FP8)):
-        if kind is FP8 and not _runs("fp8-e4m3-channel+fp8-e4m3-token"):
+        if kind is FP8 and "fp8" not in _eights():
             continue
         cache = empty_cache(sequences * pages, page, cache_heads, size, kind, DEVICE)
         if kind is B:
@@ -326,19 +349,25 @@ def facts() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sections(quick: bool) -> list[Section]:
+def sections(quick: bool, models: Sequence[str] = tuple(gpu_runtime.SHAPES)) -> list[Section]:
     """All parts, and the seconds that each may take."""
-    models = ("1B",) if quick else tuple(gpu_runtime.SHAPES)
+    together = crew(quick, models)
+
+    def alone() -> Iterator[dict[str, float]]:
+        together.end()
+        yield ceilings()
+
     return [
-        Section("cases", 170, lambda found, left: check()),
-        Section("sanitizer", 75, lambda found, left: sanitized(left)),
-        Section("ceilings", 10, lambda found, left: iter([ceilings()])),
-        Section("linears", 80, lambda found, left: linears(found["ceilings"][0], quick)),
-        Section("attention", 25, lambda found, left: attentions()),
+        Section("cases", 150, lambda found, left: together.rows("cases", left)),
+        Section("sanitizer", 60, lambda found, left: together.rows("sanitizer", left)),
+        Section("quantization", 60, lambda found, left: together.rows("quantization", left)),
+        Section("warm", 40, lambda found, left: together.rows("warm", left)),
+        Section("ceilings", 10, lambda found, left: alone()),
+        Section("linears", 50, lambda found, left: linears(found["ceilings"][0], quick)),
+        Section("attention", 15, lambda found, left: attentions()),
         Section("sampling", 10, lambda found, left: samplings()),
-        Section("quantization", 50, lambda found, left: gpu_quantize.rows(lambda: computing_on(torch.device(DEVICE, 0)))),
         Section("runtime", 110, lambda found, left: gpu_runtime.measure(models)),
-        Section("tiles", 30, lambda found, left: swept(quick)),
+        Section("tiles", 50, lambda found, left: swept(quick)),
     ]
 
 
@@ -356,20 +385,25 @@ def verdict(r: dict[str, Any]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one shape, no tiles beside the shipped ones, the small model")
+    parser.add_argument("--quick", action="store_true", help="one shape, no tiles beside the shipped ones")
+    parser.add_argument("--models", nargs="+", choices=tuple(gpu_runtime.SHAPES), default=tuple(gpu_runtime.SHAPES))
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu-check")
+    parser.add_argument("--seconds", type=float, default=LIMIT_S, help="end after so many, with what was found by then")
+    parser.add_argument("--regardless", action="store_true", help="time what is wrong, too")
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # the process that runs the sections, and where it writes
     args = parser.parse_args()
     if args.rows:
-        run(sections(args.quick), args.rows, left_out)
+        run(sections(args.quick, args.models), args.rows, (lambda name, found: None) if args.regardless else left_out)
         return 0
     reason = missing(DEVICE) if torch.cuda.is_available() else "torch finds no NVIDIA GPU"
     if reason:
         print(f"nothing was checked: {reason}", file=sys.stderr)
         return 3
     rows = args.out.with_suffix(".rows")
-    result = facts() | {s.name: [] for s in sections(args.quick)} | {"unfinished": {}}
-    result |= watched([sys.executable, __file__, "--rows", str(rows), *(["--quick"] if args.quick else [])], rows, LIMIT_S)
+    result = facts() | {s.name: [] for s in sections(args.quick, args.models)} | {"unfinished": {}}
+    options = [name for name, wanted in (("--quick", args.quick), ("--regardless", args.regardless)) if wanted]
+    options += ["--models", *args.models]
+    result |= watched([sys.executable, __file__, "--rows", str(rows), *options], rows, args.seconds)
     rows.unlink(missing_ok=True)
     args.out.with_suffix(".json").write_text(json.dumps({**result, "claims": claims(result)}, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(markdown(result))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,12 +109,12 @@ def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-def roundings(place: Place, shape: Shape) -> Iterator[dict[str, Any]]:
+def roundings(place: Place, shape: Shape, schemes: Sequence[str] = ROUNDED) -> Iterator[dict[str, Any]]:
     """Rows: weights of a model's shapes rounded here and there."""
     quantizer = find("rtn")
     assert quantizer is not None
     shapes = ((shape.hidden, shape.hidden), (shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate), (shape.vocabulary, shape.hidden))
-    for text in ROUNDED:
+    for text in schemes:
         scheme = parse(text)
         different = total = 0
         for i, (outputs, inputs) in enumerate(shapes):
@@ -129,12 +129,12 @@ def roundings(place: Place, shape: Shape) -> Iterator[dict[str, Any]]:
         yield {"what": "rounding", "scheme": text, "weights": total, "different": different, "right": total > 0 and different == 0}
 
 
-def methods(place: Place, shape: Shape) -> Iterator[dict[str, Any]]:
+def methods(place: Place, shape: Shape, calibrated: Sequence[tuple[str, str]] = CALIBRATED) -> Iterator[dict[str, Any]]:
     """Rows: what a model loses by each method, here, there, and with other text."""
     with tempfile.TemporaryDirectory() as at:
         folder, text, others = random_model(Path(at), shape), shape.text(1), (shape.text(2), shape.text(3))
         original = logits(folder, {}, text)
-        for method, scheme in CALIBRATED:
+        for method, scheme in calibrated:
             lost, found, seconds = {}, {}, {}
             for name, used, where in (("here", text, _here), ("there", text, place), *((f"other_text_{i}", other, _here) for i, other in enumerate(others))):
                 start = time.perf_counter()

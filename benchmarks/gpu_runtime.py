@@ -143,16 +143,16 @@ def served(made: Engine, work: list[tuple[list[int], int]]) -> float:
     return sum(new for _, new in work) / (time.perf_counter() - start)
 
 
-def ours(name: str, place: Gpu, capture: Callable[[], Capture]) -> Iterator[dict[str, Any]]:
-    """Rows of the runtime."""
-    shape = SHAPES[name]
+def ours(name: str, place: Gpu, capture: Callable[[], Capture], shape: Shape | None = None, ways: Iterable[bool] = (True, False)) -> Iterator[dict[str, Any]]:
+    """Rows of the runtime: steps recorded or not, in these ways; a shape other than the name's for what is not measured."""
+    shape = shape or SHAPES[name]
     spec = model_spec(shape.config())
     assert spec is not None
     most, work = max(*BATCHES, REQUESTS), requests(shape.vocabulary)
     blocks = most * -(-max(PROMPT + STEPS, 2 * LENGTHS[1]) // BLOCK)
     for scheme in SCHEMES:
         weights = random_weights(spec, place, scheme, shape.tied)
-        for recorded in (True, False):
+        for recorded in ways:
             runner = GpuDecoder(
                 weights, place, num_blocks=blocks, block_size=BLOCK, stored=place.dtype, max_num_seqs=most, capture=capture() if recorded else None
             )  # fmt: skip

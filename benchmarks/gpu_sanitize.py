@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,17 +51,13 @@ def tool() -> str | None:
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin"))
 
 
-def sanitized(left: Callable[[], float] = lambda: float(SECONDS * len(TOOLS))) -> Iterator[tuple[str, str]]:
-    """By tool: `clean`, or the last lines that it said. Nothing where compute-sanitizer is not found.
-
-    Args:
-        left: seconds that are left.
-    """
+def sanitized(tools: Sequence[str] = TOOLS) -> Iterator[tuple[str, str]]:
+    """By tool: `clean`, or the last lines that it said. Nothing where compute-sanitizer is not found."""
     found = tool()
-    for name in TOOLS if found is not None else ():
+    for name in tools if found is not None else ():
         command = [found, "--tool", name, "--error-exitcode", str(_FOUND), "--target-processes", "all", sys.executable, __file__, "--bare"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=max(1.0, min(SECONDS, left())), check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
             said = "clean" if done.returncode == 0 else "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
         except subprocess.TimeoutExpired:
             said = "not done in its time"

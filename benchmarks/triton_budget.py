@@ -25,7 +25,7 @@ from typing import Any
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 from qforge.ops.triton import tiles
-from qforge.ops.triton.device import attention, pointwise, sampling, w4, w8
+from qforge.ops.triton.device import attention, pointwise, sampling, w8
 from qforge.ops.triton.offline import SHARED_MEMORY, Cost, Variant, compile_for, cost_table
 from qforge.ops.triton.sampling import BLOCK, CHOICE_WARPS, CHUNK, FEWEST
 from qforge.ops.triton.tiles import Tile
@@ -48,20 +48,17 @@ def _w4(of: int) -> Iterator[Variant]:
     kinds = [("fp16", 128, True), ("bf16", 128, False), ("fp16", 32, True), ("bf16", 0, True)]
     for kind, group, zeros in kinds:
         name = f"{kind} {f'g{group}' if group else 'channel'}{' zeros' if zeros else ''}"
-        yield w4_variant(f"w4 1 row, {name}", tiles.W4_GEMV[of], kind, group, zeros, False)
         for most, tile in tiles.W4_GEMM[of]:
             for split in (False, True) if tile.parts > 1 else (False,):
                 yield w4_variant(f"w4 {most} rows{' in parts' if split else ''}, {name}", tile, kind, group, zeros, split)
-    yield w4_variant("w4 1 row, bf16 g128 bias", tiles.W4_GEMV[of], "bf16", 128, False, False, bias=True)
     yield w4_variant("w4 16 rows, bf16 g128 bias", tiles.W4_GEMM[of][0][1], "bf16", 128, False, False, bias=True)
-    yield variant("add parts", w4.add_parts, Tile(1, 1024, 0, 4, 1), {"S": 4, "HAS_BIAS": True, "BLOCK": 1024}, y="*fp16")
 
 
 def _w8(of: int) -> Iterator[Variant]:
     for number, group, input_group in (("int8", 0, 0), ("fp8", 0, 0), ("fp8", 128, 128)):
         codes, name = TYPES[number], f"{number} {'by block and group' if group else 'by channel and token'}"
-        for i, (most, tile) in enumerate((tiles.W8_GROUPED if group else tiles.W8_GEMM)[of]):
-            yield w8_variant(f"w8 {most} rows, {name}", tile, number, group, input_group, i == 0)
+        for most, tile in (tiles.W8_GROUPED if group else tiles.W8_GEMM)[of]:
+            yield w8_variant(f"w8 {most} rows, {name}", tile, number, group, input_group)
         if not group:
             constants = {"LIMIT": LIMIT[number], "INT": number == "int8", "BLOCK": 4096}
             yield variant(f"round rows, {number}", w8.round_rows, Tile(1, 4096, 0, 4, 1), constants, x="*bf16", codes=codes, scales="*fp32")

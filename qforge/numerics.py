@@ -177,7 +177,7 @@ def super_scales(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
     if first is ScaleType.E4M3:
         return round_scale(divided(scale.amax().reshape(1), 448.0), ScaleType.E8M0)
     if first is ScaleType.U8:
-        mean = scale.mean()
+        mean = scale.double().mean().to(scale.dtype)  # in fp64: else it is another one where sums have another order
         if not torch.isfinite(mean):
             raise NumericalError("the mean of the scales is beyond fp32; these weights are too large for double quantization")
         rest = (scale - mean).flatten()

@@ -56,9 +56,10 @@ def sizes(most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Step:
-    """One recorded size: where its inputs go (`rows [4, B]` int64: tokens, positions, slots, lengths), and what computes its logits."""
+    """One recorded size: where its inputs go (`rows [4, B]` int64: tokens, positions, slots, lengths), and what computes its logits, which reads `starts`, too."""
 
     rows: torch.Tensor
+    starts: torch.Tensor
     graph: Recorded
 
 
@@ -88,7 +89,7 @@ class DecodeGraphs:
             rows = self._inputs[: 4 * size].view(4, size)
             rows.copy_(torch.from_numpy(_padded(size, [])))
             starts = torch.arange(size + 1, dtype=torch.int32, device=device)
-            self._steps[size] = _Step(rows, capture(self._step(forward, rows, starts, longest_context)))
+            self._steps[size] = _Step(rows, starts, capture(self._step(forward, rows, starts, longest_context)))
         self.seconds = time.perf_counter() - start
 
     def logits(self, step: StepInput) -> torch.Tensor | None:

@@ -19,29 +19,45 @@ def _runs_plainly(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and not interpreted()
 
 
-@custom_op("qforge::w4_linear", mutates_args=())
+@custom_op("qforge::w4_linear", mutates_args=("turns",))
 def _w4(
-    x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, order: torch.Tensor | None, bias: torch.Tensor | None, in_features: int, group: int
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    order: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    in_features: int,
+    group: int,
+    turns: torch.Tensor,
 ) -> torch.Tensor:
-    w = W4(words, scales, zeros, order, bias, len(words), in_features, group)
+    w = W4(words, scales, zeros, order, bias, in_features, group, turns)
     return plain.w4_linear(x, w) if _runs_plainly(x) else products.w4_linear(x, w)
 
 
 @_w4.register_fake
 def _(
-    x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, order: torch.Tensor | None, bias: torch.Tensor | None, in_features: int, group: int
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    order: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    in_features: int,
+    group: int,
+    turns: torch.Tensor,
 ) -> torch.Tensor:
-    return x.new_empty((x.shape[0], words.shape[0]))
+    return x.new_empty((x.shape[0], words.shape[1]))
 
 
-@custom_op("qforge::w8_linear", mutates_args=())
-def _w8(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, group: int, input_group: int, limit: float) -> torch.Tensor:
-    w = W8(codes, scales, bias, group, input_group, limit)
+@custom_op("qforge::w8_linear", mutates_args=("turns",))
+def _w8(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, group: int, input_group: int, limit: float, turns: torch.Tensor) -> torch.Tensor:
+    w = W8(codes, scales, bias, group, input_group, limit, turns)
     return plain.w8_linear(x, w) if _runs_plainly(x) else products.w8_linear(x, w)
 
 
 @_w8.register_fake
-def _(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, group: int, input_group: int, limit: float) -> torch.Tensor:
+def _(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, group: int, input_group: int, limit: float, turns: torch.Tensor) -> torch.Tensor:
     return x.new_empty((x.shape[0], codes.shape[0]))
 
 
@@ -124,11 +140,11 @@ def _(
 
 def w4_linear(x: torch.Tensor, w: W4) -> torch.Tensor:
     """`products.w4_linear` as one node of a graph."""
-    y: torch.Tensor = _w4(x, w.words, w.scales, w.zeros, w.order, w.bias, w.in_features, w.group)
+    y: torch.Tensor = _w4(x, w.words, w.scales, w.zeros, w.order, w.bias, w.in_features, w.group, w.turns)
     return y
 
 
 def w8_linear(x: torch.Tensor, w: W8) -> torch.Tensor:
     """`products.w8_linear` as one node of a graph."""
-    y: torch.Tensor = _w8(x, w.codes, w.scales, w.bias, w.group, w.input_group, w.limit)
+    y: torch.Tensor = _w8(x, w.codes, w.scales, w.bias, w.group, w.input_group, w.limit, w.turns)
     return y

@@ -5,6 +5,7 @@ Letters: M rows, N outputs, K inputs, S parts of K.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,57 +15,38 @@ from qforge.ops.triton import tiles, tuned
 from qforge.ops.triton.present import capability, processors
 from qforge.ops.triton.tiles import Tile
 from qforge.ops.triton.tuned import Product
-from qforge.ops.triton.w4_pack import W4, longest_step
+from qforge.ops.triton.w4_pack import STEP, W4, longest_step
 from qforge.ops.triton.w8_pack import W8
-
-_FUSED_ROWS = 4  # up to so many, each block of threads rounds the activations again for itself
-_REDUCE = 1024  # columns of one block of threads that adds parts
 
 
 def w4_linear(x: torch.Tensor, w: W4, tile: Tile | None = None) -> torch.Tensor:
-    """`x [M, K]` fp16 or bf16 -> `[M, N]`, its dtype; with this tile, or the shipped one (`tile.m` 1: the kernel for one row)."""
+    """`x [M, K]` fp16 or bf16 -> `[M, N]`, its dtype; with this tile, or the shipped one."""
+    from qforge.ops.triton.device.w4 import w4_gemm
+
     x = (x if w.order is None else x[:, w.order]).contiguous()
-    of = tiles.device_class(capability(x.device))
-    tile = tile or tuned.find(x.device, _product_w4(w), len(x)) or (tiles.W4_GEMV[of] if len(x) == 1 else tiles.tile_for(tiles.W4_GEMM[of], len(x)))
-    return _w4_row(x, w, tile) if tile.m == 1 else _w4_rows(x, w, tile)
+    tile = tile or tuned.find(x.device, _product_w4(w), len(x)) or tiles.tile_for(tiles.W4_GEMM[tiles.device_class(capability(x.device))], len(x))
+
+    def product(y: torch.Tensor, sums: torch.Tensor | None, parts: int) -> None:
+        w4_gemm[_grid(tile, len(x), w.out_features, parts)](
+            x, w.words, w.scales, w.zeros, w.bias, y, sums, w.turns, len(x), w.out_features, w.in_features, w.steps, -(-w.steps // parts),
+            **constants_w4(_group(w), w.zeros is not None), HAS_BIAS=w.bias is not None, SPLIT=parts > 1, EVEN_K=w.in_features == w.steps * STEP,
+            BM=tile.m, BN=tile.n, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    return _in_parts(product, x, tile, w.out_features, w.steps * STEP, x.dtype)
 
 
 def _product_w4(w: W4) -> Product:
-    return Product("w4", w.out_features, w.in_features, 0 if len(w.scales) == 1 else w.group, zeros=w.zeros is not None)
+    return Product("w4", w.out_features, w.in_features, _group(w), zeros=w.zeros is not None)
 
 
-def _w4_row(x: torch.Tensor, w: W4, tile: Tile) -> torch.Tensor:
-    from qforge.ops.triton.device.w4 import w4_gemv
-
-    assert len(x) == 1
-    y = x.new_empty((1, w.out_features))
-    words = w.words.shape[1]
-    w4_gemv[(-(-w.out_features // tile.n),)](
-        x, w.words, w.scales, w.zeros, w.bias, y, w.out_features, w.in_features, words,
-        **constants_w4(w), EVEN_K=w.in_features == words * 8 and words % (tile.k // 8) == 0, BN=tile.n, BW=tile.k // 8, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return y
+def _group(w: W4) -> int:
+    return 0 if len(w.scales) == 1 else w.group
 
 
-def _w4_rows(x: torch.Tensor, w: W4, tile: Tile) -> torch.Tensor:
-    from qforge.ops.triton.device.w4 import w4_gemm
-
-    words = w.words.shape[1]
-    tile = tiles.with_step(tile, min(tile.k, longest_step(w.group)))
-
-    def product(y: torch.Tensor, parts: int) -> None:
-        w4_gemm[_grid(tile, len(x), w.out_features, parts)](
-            x, w.words, w.scales, w.zeros, w.bias, y, len(x), w.out_features, w.in_features, words, _steps(words * 8, tile.k, parts),
-            **constants_w4(w), SPLIT=parts > 1, EVEN_K=w.in_features == words * 8,
-            BM=tile.m, BN=tile.n, BK=tile.k, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-
-    return _in_parts(product, x, tile, w.out_features, words * 8, w.bias, x.dtype)
-
-
-def constants_w4(w: W4) -> dict[str, Any]:
-    """What the W4 kernels are compiled for, as far as the weight decides."""
-    return {"HAS_ZEROS": w.zeros is not None, "HAS_BIAS": w.bias is not None, "GROUP": 0 if len(w.scales) == 1 else w.group}
+def constants_w4(group: int, zeros: bool) -> dict[str, Any]:
+    """What the W4 kernel is compiled for, as far as the weight's scheme decides; `group` 0: one scale a row."""
+    return {"GROUP": group, "RUN": min(STEP, longest_step(group)) if group else STEP, "HAS_ZEROS": zeros}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,39 +71,33 @@ def round_activations(x: torch.Tensor, w: W8) -> RoundedRows:
 
 def w8_linear(x: torch.Tensor | RoundedRows, w: W8, dtype: torch.dtype | None = None, tile: Tile | None = None) -> torch.Tensor:
     """`x [M, K]` fp16 or bf16, or already rounded, -> `[M, N]` in `dtype` (x's own if it has one)."""
-    rows = len(x.codes if isinstance(x, RoundedRows) else x)
-    if isinstance(x, torch.Tensor):
-        dtype, x = dtype or x.dtype, x.contiguous()
-        x = x if rows <= _FUSED_ROWS and w.input_group in (0, _step(tile or _w8_tile(x, rows, w), w)) else round_activations(x, w)
-    source = x.codes if isinstance(x, RoundedRows) else x
-    tile = tile or _w8_tile(source, rows, w)
-    assert dtype is not None, "rounded activations do not say which type the product should have"
-    return _w8_rows(source, x.scales if isinstance(x, RoundedRows) else None, w, dtype, tile)
-
-
-def _w8_rows(source: torch.Tensor, input_scales: torch.Tensor | None, w: W8, dtype: torch.dtype, tile: Tile) -> torch.Tensor:
     from qforge.ops.triton.device.w8 import w8_gemm
 
+    if isinstance(x, torch.Tensor):
+        dtype, x = dtype or x.dtype, round_activations(x.contiguous(), w)
+    assert dtype is not None, "rounded activations do not say which type the product should have"
+    source, input_scales = x.codes, x.scales
+    tile = tile or _w8_tile(source, w)
     step = _step(tile, w)
     tile = replace(tile, k=step)
 
-    def product(y: torch.Tensor, parts: int) -> None:
+    def product(y: torch.Tensor, sums: torch.Tensor | None, parts: int) -> None:
         w8_gemm[_grid(tile, len(source), w.out_features, parts)](
-            source, input_scales, w.codes, w.scales, w.bias, y, len(source), w.out_features, w.in_features, _steps(w.in_features, step, parts) * step,
-            FUSED=input_scales is None, GROUP=_weight_group(w), INPUT_GROUP=w.input_group, LIMIT=w.limit, INT=w.is_int, HAS_BIAS=w.bias is not None,
+            source, input_scales, w.codes, w.scales, w.bias, y, sums, w.turns, len(source), w.out_features, w.in_features, _steps(w.in_features, step, parts) * step,
+            GROUP=_weight_group(w), INPUT_GROUP=w.input_group, INT=w.is_int, HAS_BIAS=w.bias is not None,
             SPLIT=parts > 1, EVEN_K=w.in_features % step == 0, BM=tile.m, BN=tile.n, BK=step, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
-    return _in_parts(product, source, tile, w.out_features, w.in_features, w.bias, dtype)
+    return _in_parts(product, source, tile, w.out_features, w.in_features, dtype)
 
 
-def _w8_tile(x: torch.Tensor, rows: int, w: W8) -> Tile:
+def _w8_tile(x: torch.Tensor, w: W8) -> Tile:
     product = Product("w8-int8" if w.is_int else "w8-fp8", w.out_features, w.in_features, _weight_group(w), w.input_group)
-    found = tuned.find(x.device, product, rows)
+    found = tuned.find(x.device, product, len(x))
     if found is not None:
         return found
     tables = tiles.W8_GROUPED if w.input_group or _weight_group(w) else tiles.W8_GEMM
-    return tiles.tile_for(tables[tiles.device_class(capability(x.device))], rows)
+    return tiles.tile_for(tables[tiles.device_class(capability(x.device))], len(x))
 
 
 def _weight_group(w: W8) -> int:
@@ -142,17 +118,9 @@ def _steps(inputs: int, step: int, parts: int) -> int:
     return -(-inputs // (step * parts))
 
 
-def _in_parts(product: Any, x: torch.Tensor, tile: Tile, outputs: int, inputs: int, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """`[M, N]` from `product(y, parts)`, the parts added by a second kernel, so that sums have one order."""
-    from qforge.ops.triton.device.w4 import add_parts
-
-    rows = len(x)
-    parts = tiles.parts_of(tile, rows, outputs, inputs, processors(x.device))
-    y = torch.empty((rows, outputs), dtype=dtype, device=x.device)
-    if parts == 1:
-        product(y, 1)
-        return y
-    each = torch.empty((parts, rows, outputs), device=x.device)
-    product(each, parts)
-    add_parts[(-(-outputs // _REDUCE), rows)](each, bias, y, rows, outputs, S=parts, HAS_BIAS=bias is not None, BLOCK=_REDUCE, num_warps=4)
+def _in_parts(product: Callable[[torch.Tensor, torch.Tensor | None, int], None], x: torch.Tensor, tile: Tile, outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    """`[M, N]` from `product(y, sums, parts)`; sums `[S, M, N]` fp32, None for one part."""
+    parts = tiles.parts_of(tile, len(x), outputs, inputs, processors(x.device))
+    y = torch.empty((len(x), outputs), dtype=dtype, device=x.device)
+    product(y, torch.empty((parts, len(x), outputs), device=x.device) if parts > 1 else None, parts)
     return y

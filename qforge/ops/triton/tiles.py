@@ -6,7 +6,9 @@ Each was compiled and held to the budget of benchmarks/results/triton-budget.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,44 +26,23 @@ class Tile:
 Table = tuple[tuple[int, Tile], ...]  # up to so many rows: this tile; the last one for all others
 CLASSES = (80, 90, 100)
 
-W4_GEMV: dict[int, Tile] = {80: Tile(1, 8, 1024, 4, 2), 90: Tile(1, 8, 1024, 4, 2), 100: Tile(1, 8, 1024, 4, 2)}
-W4_GEMM: dict[int, Table] = {
-    80: (
-        (16, Tile(16, 64, 128, 4, 4, 8)),
-        (32, Tile(32, 64, 128, 4, 4, 8)),
-        (64, Tile(64, 64, 128, 4, 3, 4)),
-        (256, Tile(64, 128, 64, 8, 3, 2)),
-    ),
-    90: (
-        (16, Tile(16, 64, 128, 4, 4, 8)),
-        (32, Tile(32, 64, 128, 4, 4, 8)),
-        (64, Tile(64, 64, 128, 4, 4, 4)),
-        (128, Tile(128, 128, 64, 8, 4, 2)),
-        (256, Tile(128, 128, 128, 8, 3)),
-    ),
-    100: (
-        (16, Tile(16, 64, 128, 4, 4, 8)),
-        (32, Tile(32, 64, 128, 4, 4, 8)),
-        (64, Tile(64, 128, 128, 4, 4, 4)),
-        (128, Tile(128, 128, 64, 8, 4, 2)),
-        (256, Tile(128, 128, 128, 8, 3)),
-    ),
+W4_GEMM: dict[int, Table] = {  # steps of 128 inputs, as weights are packed
+    80: ((16, Tile(16, 64, 128, 4, 4, 8)), (32, Tile(32, 64, 128, 4, 3, 8)), (64, Tile(64, 64, 128, 4, 3, 4)), (256, Tile(64, 128, 128, 8, 3, 2))),
+    90: ((16, Tile(16, 64, 128, 4, 4, 8)), (32, Tile(32, 64, 128, 4, 4, 8)), (64, Tile(64, 64, 128, 4, 4, 4)), (256, Tile(128, 128, 128, 8, 3, 4))),
+    100: ((16, Tile(16, 64, 128, 4, 4, 8)), (32, Tile(32, 64, 128, 4, 4, 8)), (64, Tile(64, 128, 128, 4, 3, 4)), (256, Tile(128, 128, 128, 8, 3, 4))),
 }
 W8_GEMM: dict[int, Table] = {
     80: (
-        (4, Tile(16, 64, 128, 4, 3, 4)),
         (16, Tile(16, 64, 128, 4, 4, 4)),
         (64, Tile(64, 64, 128, 4, 3, 2)),
         (256, Tile(128, 128, 128, 8, 3)),
     ),
     90: (
-        (4, Tile(16, 64, 128, 4, 4, 4)),
         (16, Tile(16, 64, 128, 4, 4, 4)),
         (64, Tile(64, 64, 128, 4, 4, 2)),
         (256, Tile(128, 128, 128, 8, 4)),
     ),
     100: (
-        (4, Tile(16, 64, 128, 4, 4, 4)),
         (16, Tile(16, 64, 128, 4, 4, 4)),
         (64, Tile(64, 128, 128, 4, 4, 2)),
         (256, Tile(128, 128, 128, 8, 4)),
@@ -69,9 +50,9 @@ W8_GEMM: dict[int, Table] = {
 }
 # Scales within K: sums of a step are kept beside the total, so tiles are smaller.
 W8_GROUPED: dict[int, Table] = {
-    80: ((4, Tile(16, 64, 128, 4, 3, 4)), (16, Tile(16, 64, 128, 4, 4, 4)), (64, Tile(64, 64, 128, 4, 3, 2)), (256, Tile(128, 64, 128, 8, 3))),
-    90: ((4, Tile(16, 64, 128, 4, 4, 4)), (16, Tile(16, 64, 128, 4, 4, 4)), (64, Tile(64, 64, 128, 4, 4, 2)), (256, Tile(128, 64, 128, 8, 3))),
-    100: ((4, Tile(16, 64, 128, 4, 4, 4)), (16, Tile(16, 64, 128, 4, 4, 4)), (64, Tile(64, 64, 128, 4, 3, 2)), (256, Tile(64, 128, 128, 8, 3))),
+    80: ((16, Tile(16, 64, 128, 4, 4, 4)), (64, Tile(64, 64, 128, 4, 3, 2)), (256, Tile(128, 64, 128, 8, 3))),
+    90: ((16, Tile(16, 64, 128, 4, 4, 4)), (64, Tile(64, 64, 128, 4, 4, 2)), (256, Tile(128, 64, 128, 8, 3))),
+    100: ((16, Tile(16, 64, 128, 4, 4, 4)), (64, Tile(64, 64, 128, 4, 3, 2)), (256, Tile(64, 128, 128, 8, 3))),
 }
 ATTENTION_DECODE = Tile(16, 64, 0, 4, 3)  # m: queries times the heads that share a cache head; n: tokens of the context a step
 ATTENTION_DECODE_8BIT = Tile(16, 32, 0, 4, 3)
@@ -80,6 +61,7 @@ ATTENTION_PROMPT: dict[int, Tile] = {80: Tile(64, 64, 0, 8, 2), 90: Tile(128, 64
 WIDE_DECODE, WIDE_PROMPT = Tile(16, 32, 0, 4, 2), Tile(64, 32, 0, 8, 1)
 WIDE_DECODE_8BIT, WIDE_PROMPT_8BIT = Tile(16, 16, 0, 4, 2), Tile(64, 16, 0, 8, 1)
 _WIDE = 128
+_TURNS = 1024  # more tiles than any GPU has processors twice: so many are not cut into parts
 LARGE_SHARED = (90, 100, 103)  # capabilities with 227 KiB of shared memory a block
 
 
@@ -102,17 +84,14 @@ def attention_tile(of: int, size: int, queries: int, eight_bits: bool) -> Tile:
     return decode if queries <= decode.m else prompt
 
 
-def with_step(tile: Tile, step: int) -> Tile:
-    """The tile with steps of so many inputs. Short ones have fewer threads, so that each still loads 16 bytes of 4-bit codes at once.
-
-    (As many threads with more outputs, 128 x 32 codes for 128 threads, make Triton 3.9's compiler fail on capability 100.)
-    """
-    return replace(tile, k=step, n=64, warps=2) if step <= 32 and tile.m <= 64 else replace(tile, k=step)
-
-
 def parts_of(tile: Tile, rows: int, outputs: int, inputs: int, processors: int) -> int:
     """In how many parts K is cut: a power of two, doubled while every part keeps two steps and there are fewer than two blocks for each processor."""
     blocks, parts = -(-rows // tile.m) * -(-outputs // tile.n), 1
     while parts < tile.parts and blocks * parts < 2 * processors and inputs >= 4 * parts * tile.k:
         parts *= 2
     return parts
+
+
+def new_turns(device: torch.device | str) -> torch.Tensor:
+    """Counters of a weight's tiles, int32, all 0 (`device.parts.finish`). They are the weight's own: one product with it runs at a time."""
+    return torch.zeros(_TURNS, dtype=torch.int32, device=device)

@@ -16,7 +16,7 @@ from qforge.ops.triton.tiles import Tile
 from qforge.ops.triton.timing import COLD_BYTES, microseconds
 from qforge.ops.triton.tuned import Product, Tuned
 from qforge.ops.triton.variants import LIMIT, w4_variant, w8_variant
-from qforge.ops.triton.w4_pack import PADDING, W4
+from qforge.ops.triton.w4_pack import STEP, W4
 from qforge.ops.triton.w8_pack import W8
 from qforge.scheme import Number, Per, Scheme
 from qforge.types import ModelSpec
@@ -24,7 +24,6 @@ from qforge.types import ModelSpec
 ROWS = (1, 4, 16, 32, 64, 128, 256)
 _GAIN = 0.98  # of the best time, which a faster tile must stay under: less is noise
 _RANGES = {"m": (16, 128), "n": (16, 256), "k": (32, 256), "warps": (1, 8), "parts": (1, 32)}
-_ROW_RANGES = {"n": (1, 64), "k": (256, 4096), "warps": (1, 8)}  # of the kernel for one row
 _MOST_STAGES = 6
 Timer = Callable[[Tile], float]
 
@@ -47,7 +46,7 @@ class Search:
 
 def neighbours(tile: Tile) -> Iterator[Tile]:
     """Tiles that differ in one number, by a factor of two (stages: by one)."""
-    for name, (least, most) in (_ROW_RANGES if tile.m == 1 else _RANGES).items():
+    for name, (least, most) in _RANGES.items():
         value = getattr(tile, name)
         yield from (replace(tile, **{name: v}) for v in (value // 2, value * 2) if least <= v <= most)
     yield from (replace(tile, stages=s) for s in (tile.stages - 1, tile.stages + 1) if 1 <= s <= _MOST_STAGES)
@@ -97,10 +96,10 @@ def refusal_of(product: Product, rows: int, capability: int) -> Callable[[Tile],
             return f"{tile.m} rows for {rows}"
         if product.kernel != "w4" and any(g % tile.k for g in (product.group, product.input_group) if g):
             return f"steps of {tile.k} inputs cross groups"
-        if product.kernel == "w4" and not product.group and tile.m > 1 and tile.k > PADDING:
-            return f"steps of {tile.k} inputs exceed the padding"
+        if product.kernel == "w4" and tile.k != STEP:
+            return f"weights are packed for steps of {STEP} inputs"
         try:
-            cost = _compiled(replace(product, outputs=0, inputs=0), tile, rows <= 4, capability)
+            cost = _compiled(replace(product, outputs=0, inputs=0), tile, capability)
         except Exception as e:  # the compiler's own kinds of errors, and its assertions
             return f"does not compile: {type(e).__name__}"
         if cost.local:
@@ -111,22 +110,21 @@ def refusal_of(product: Product, rows: int, capability: int) -> Callable[[Tile],
 
 
 @functools.cache
-def _compiled(product: Product, tile: Tile, few: bool, capability: int) -> Cost:
-    return compile_for(_variant(product, tile, few), capability)
+def _compiled(product: Product, tile: Tile, capability: int) -> Cost:
+    return compile_for(_variant(product, tile), capability)
 
 
-def _variant(product: Product, tile: Tile, few: bool) -> Variant:
+def _variant(product: Product, tile: Tile) -> Variant:
     if product.kernel == "w4":
         return w4_variant("tuned", tile, "bf16", product.group, product.zeros, tile.parts > 1)
-    return w8_variant("tuned", tile, product.kernel.removeprefix("w8-"), product.group, product.input_group, few and product.input_group in (0, tile.k))
+    return w8_variant("tuned", tile, product.kernel.removeprefix("w8-"), product.group, product.input_group)
 
 
 def starts_of(product: Product, rows: int, capability: int) -> list[Tile]:
-    """The shipped tile first; for one row both kernels'."""
+    """The shipped tile."""
     of = tiles.device_class(capability)
     if product.kernel == "w4":
-        many = tiles.tile_for(tiles.W4_GEMM[of], rows)
-        return [tiles.W4_GEMV[of], many] if rows == 1 else [many]
+        return [tiles.tile_for(tiles.W4_GEMM[of], rows)]
     return [tiles.tile_for((tiles.W8_GROUPED if product.group or product.input_group else tiles.W8_GEMM)[of], rows)]
 
 
@@ -196,13 +194,14 @@ def random_weight(product: Product, device: str = "cuda") -> W4 | W8:
     """A weight of which only the time of its product matters."""
     outputs, inputs = product.outputs, product.inputs
     if product.kernel == "w4":
-        padded = inputs if product.group else -(-inputs // PADDING) * PADDING
-        words = torch.randint(-(1 << 31), 1 << 31, (outputs, padded // 8), device=device, dtype=torch.int32)
-        scales = torch.full((padded // (product.group or padded), outputs), 0.01, device=device, dtype=torch.float16)
+        steps = -(-inputs // STEP)
+        words = torch.randint(-(1 << 31), 1 << 31, (steps, outputs, STEP // 8), device=device, dtype=torch.int32)
+        group = product.group or steps * STEP
+        scales = torch.full((-(-steps * STEP // group), outputs), 0.01, device=device, dtype=torch.float16)
         zeros = torch.full(scales.shape, 8, device=device, dtype=torch.uint8) if product.zeros else None
-        return W4(words, scales, zeros, None, None, outputs, inputs, product.group or padded)
+        return W4(words, scales, zeros, None, None, inputs, group, tiles.new_turns(device))
     codes = torch.randint(-127, 128, (outputs, inputs), device=device, dtype=torch.int8)
     kind = product.kernel.removeprefix("w8-")
     scales = torch.full((inputs // (product.group or inputs), outputs), 0.01, device=device)
     weight = codes if kind == "int8" else codes.float().to(torch.float8_e4m3fn)
-    return W8(weight, scales, None, product.group or inputs, product.input_group, LIMIT[kind])
+    return W8(weight, scales, None, product.group or inputs, product.input_group, LIMIT[kind], tiles.new_turns(device))

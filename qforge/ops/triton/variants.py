@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from qforge.ops.triton import tiles
 from qforge.ops.triton.offline import Variant
+from qforge.ops.triton.products import constants_w4
 from qforge.ops.triton.tiles import Tile
 
 TYPES = {"fp16": "*fp16", "bf16": "*bf16", "int8": "*i8", "fp8": "*fp8e4nv"}  # in Triton's notation
 LIMIT = {"int8": 127.5, "fp8": 448.0}
-_INTEGERS = ("m_rows", "n_rows", "k_columns", "k_words", "k_part", "steps", "span", "columns", "queries", "table_stride", "window", "rows", "vocabulary", "chunks")
+_INTEGERS = ("m_rows", "n_rows", "k_columns", "k_steps", "k_part", "steps", "span", "columns", "queries", "table_stride", "window", "rows", "vocabulary", "chunks")
 _POINTERS = {
-    "words": "*i32", "zeros": "*u8", "bias": "*fp32", "input_scales": "*fp32", "parts": "*fp32", "key_scales": "*fp32", "value_scales": "*fp32", "tables": "*i32",
+    "words": "*i32", "zeros": "*u8", "bias": "*fp32", "input_scales": "*fp32", "parts": "*fp32", "turns": "*i32", "key_scales": "*fp32", "value_scales": "*fp32", "tables": "*i32",
     "starts": "*i32", "lengths": "*i32", "most_out": "*fp32", "sum_out": "*fp32", "most_in": "*fp32", "sum_in": "*fp32", "cosines": "*fp32", "sines": "*fp32",
     "positions": "*i32", "slots": "*i64", "scale": "fp32", "epsilon": "fp32", "q_norm": "*bf16", "k_norm": "*bf16", "logits": "*fp32", "sorted_keys": "*i32",
     "temperatures": "*fp64", "sums": "*fp64", "top_ks": "*i64", "top_ps": "*fp64", "min_ps": "*fp64", "seeds": "*i64", "tokens": "*i64",
@@ -25,24 +25,20 @@ def variant(name: str, kernel: Any, tile: Tile, constants: dict[str, Any], *, ma
 
 
 def w4_variant(name: str, tile: Tile, kind: str, group: int, zeros: bool, split: bool, bias: bool = False) -> Variant:
-    """A product of 4-bit weights with scales in fp16. `kind`: of activations; `group` 0: one scale a row; `split`: into parts of K; `tile.m` 1: the kernel for one row."""
+    """A product of 4-bit weights with scales in fp16. `kind`: of activations; `group` 0: one scale a row; `split`: into parts of K."""
     from qforge.ops.triton.device import w4
 
-    x, base = TYPES[kind], {"HAS_ZEROS": zeros, "HAS_BIAS": bias, "GROUP": group, "EVEN_K": True}
-    if tile.m == 1:
-        return variant(name, w4.w4_gemv, tile, {**base, "BN": tile.n, "BW": tile.k // 8}, x=x, y=x, scales="*fp16")
-    tile = tiles.with_step(tile, min(tile.k, group & -group or tile.k))
-    constants = {**base, "SPLIT": split, "BM": tile.m, "BN": tile.n, "BK": tile.k}
-    return variant(name, w4.w4_gemm, tile, constants, matrix=True, x=x, y="*fp32" if split else x, scales="*fp16")
+    x = TYPES[kind]
+    constants = {**constants_w4(group, zeros), "HAS_BIAS": bias, "EVEN_K": True, "SPLIT": split, "BM": tile.m, "BN": tile.n}
+    return variant(name, w4.w4_gemm, tile, constants, matrix=True, x=x, y=x, scales="*fp16")
 
 
-def w8_variant(name: str, tile: Tile, number: str, group: int, input_group: int, fused: bool) -> Variant:
-    """A product of 8-bit weights with rounded activations; `fused`: rounded within it. Groups of 0: one scale a row."""
+def w8_variant(name: str, tile: Tile, number: str, group: int, input_group: int) -> Variant:
+    """A product of 8-bit weights with rounded activations. Groups of 0: one scale a row."""
     from qforge.ops.triton.device import w8
 
     codes, split = TYPES[number], tile.parts > 1
     constants = {
-        "GROUP": group, "INPUT_GROUP": input_group, "LIMIT": LIMIT[number], "INT": number == "int8", "HAS_BIAS": False, "EVEN_K": True, "FUSED": fused, "SPLIT": split,
-        "BM": tile.m, "BN": tile.n, "BK": tile.k,
+        "GROUP": group, "INPUT_GROUP": input_group, "INT": number == "int8", "HAS_BIAS": False, "EVEN_K": True, "SPLIT": split, "BM": tile.m, "BN": tile.n, "BK": tile.k,
     }  # fmt: skip
-    return variant(name, w8.w8_gemm, tile, constants, matrix=True, x="*bf16" if fused else codes, codes=codes, scales="*fp32", y="*fp32" if split else "*bf16")
+    return variant(name, w8.w8_gemm, tile, constants, matrix=True, x=codes, codes=codes, scales="*fp32", y="*bf16")

@@ -1,9 +1,10 @@
 """Transcribe integer weights of up to 4 bits into the words that the GPU kernels read, and back.
 
-Letters: O outputs, I inputs, P padded inputs (a multiple of 128 where one scale covers the row), G groups, W = P/8 words.
+Letters: O outputs, I inputs, P inputs padded to a multiple of 128, G groups, S = P/128 steps.
 
-Input j of 8 lies in nibble (0, 4, 1, 5, 2, 6, 3, 7)[j] of its word: a shift and one mask give two neighbours in the halves of a register
-(kernels of Marlin, arXiv 2408.11743, section 3.4).
+A step's 128 inputs of an output are 16 words: word w has inputs w, 16 + w, 32 + w, .. of it, number j in nibble (0, 4, 1, 5, 2, 6, 3, 7)[j]. A shift and one mask give two of them
+in the halves of a register (kernels of Marlin, arXiv 2408.11743, section 3.4), and the j-th of all 16 words are 16 inputs in a row: an operand of the tensor cores, element by
+element. Steps come first, so that what a block of threads reads at once lies together.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
+from qforge.ops.triton.tiles import new_turns
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Per, ScaleType, Symmetry
 
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-PADDING = 128  # inputs: the longest step of any shipped configuration
-_SHORTEST_STEP = 16  # inputs of one tensor-core product
+STEP = 128  # inputs
+_WORDS = STEP // 8
+_SHORTEST_RUN = 16  # inputs of one tensor-core product, which share a scale
 SYMMETRIC_ZERO = 8  # what symmetric codes are stored plus
 
 
@@ -26,12 +29,13 @@ class W4:
     """A packed weight.
 
     Attributes:
-        words: `[O, W]` int32.
-        scales: `[G, O]`, fp16 or bf16 if the scheme stores them so, else fp32.
+        words: `[S, O, 16]` int32.
+        scales: `[G, O]`, fp16 or bf16 if the scheme stores them so, else fp32; with padded inputs, groups of these alone have scales of 0.
         zeros: `[G, O]` uint8, None for symmetric codes (which are stored plus 8).
         order: `[I]` int64, the input that stands at each packed place; None if they stand as they are.
         bias: `[O]` fp32 or None.
         group: inputs that share a scale; P for one scale a row.
+        turns: see `new_turns`.
     """
 
     words: torch.Tensor
@@ -39,9 +43,19 @@ class W4:
     zeros: torch.Tensor | None
     order: torch.Tensor | None
     bias: torch.Tensor | None
-    out_features: int
     in_features: int
     group: int
+    turns: torch.Tensor
+
+    @property
+    def out_features(self) -> int:
+        """O."""
+        return int(self.words.shape[1])
+
+    @property
+    def steps(self) -> int:
+        """S."""
+        return int(self.words.shape[0])
 
 
 def longest_step(group: int) -> int:
@@ -51,44 +65,52 @@ def longest_step(group: int) -> int:
 
 def unpackable(group: int) -> str | None:
     """None, or why weights with groups of so many inputs are not packed."""
-    return None if longest_step(group) >= _SHORTEST_STEP else f"groups of {group} inputs are not a multiple of {_SHORTEST_STEP}"
+    return None if longest_step(group) >= _SHORTEST_RUN else f"groups of {group} inputs are not a multiple of {_SHORTEST_RUN}"
 
 
 def pack_w4(q: QuantizedLinear) -> W4:
     """Pack codes `[O, I]` of integers up to 4 bits per group, channel or tensor, symmetric or with integer zero points. Group indices must fill groups equally."""
-    per_group = q.scheme.granularity.per is Per.GROUP
-    padded = q.in_features if per_group else -(-q.in_features // PADDING) * PADDING
+    padded = -(-q.in_features // STEP) * STEP
+    group = q.scheme.granularity.columns if q.scheme.granularity.per is Per.GROUP else padded
     order = None if q.group_index is None else torch.argsort(q.group_index.long(), stable=True)
     codes = q.codes.to(torch.int32) + (SYMMETRIC_ZERO if q.zeros is None else 0)
     codes = torch.nn.functional.pad(codes if order is None else codes[:, order], (0, padded - q.in_features))
     dtype = {ScaleType.BF16: torch.bfloat16, ScaleType.F16: torch.float16, ScaleType.F16BF16: torch.float16}.get(q.scheme.scale.type, torch.float32)
-    scales = _per_output(q.scales, q.out_features).to(dtype)
+    groups = -(-padded // group)
+    zeros = None if q.zeros is None else _per_output(q.zeros, q.out_features, groups)
     return W4(
-        pack_words(codes), scales, None if q.zeros is None else _per_output(q.zeros, q.out_features), order, None if q.bias is None else q.bias.float(),
-        q.out_features, q.in_features, q.scheme.granularity.columns if per_group else padded,
-    )  # fmt: skip
+        pack_words(codes),
+        _per_output(q.scales, q.out_features, groups).to(dtype),
+        zeros,
+        order,
+        None if q.bias is None else q.bias.float(),
+        q.in_features,
+        group,
+        new_turns(q.codes.device),
+    )
 
 
 def pack_words(codes: torch.Tensor) -> torch.Tensor:
-    """Codes `[O, P]` in 0..15 -> `[O, W]` int32."""
-    eights = codes.view(codes.shape[0], -1, 8).to(torch.int64)
+    """Codes `[O, P]` in 0..15 -> `[S, O, 16]` int32."""
+    eights = codes.view(codes.shape[0], -1, 8, _WORDS).to(torch.int64)
     words = sum(eights[:, :, j] << (4 * nibble) for j, nibble in enumerate(NIBBLES))
     assert isinstance(words, torch.Tensor)
-    return (words - ((words >> 31) << 32)).to(torch.int32).contiguous()
+    return (words - ((words >> 31) << 32)).to(torch.int32).transpose(0, 1).contiguous()
 
 
 def unpack_words(words: torch.Tensor) -> torch.Tensor:
-    """`[O, W]` int32 -> codes `[O, P]` uint8; undoes `pack_words`."""
-    return torch.stack([(words >> (4 * nibble)) & 15 for nibble in NIBBLES], -1).flatten(1).to(torch.uint8)
+    """`[S, O, 16]` int32 -> codes `[O, P]` uint8; undoes `pack_words`."""
+    return torch.stack([(words >> (4 * nibble)) & 15 for nibble in NIBBLES], -2).transpose(0, 1).flatten(1).to(torch.uint8)
 
 
 def unpack_w4(w: W4, symmetry: Symmetry) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(codes `[O, I]`, scales `[O, G]` fp32, zeros `[O, G]` or None) as `QuantizedLinear` has them; undoes `pack_w4` but for its gathering by group index."""
-    codes = unpack_words(w.words)[:, : w.in_features]
+    codes, groups = unpack_words(w.words)[:, : w.in_features], -(-w.in_features // w.group)
     codes = (codes.to(torch.int8) - SYMMETRIC_ZERO) if symmetry is Symmetry.SYM else codes
-    return codes, w.scales.float().T.contiguous(), None if w.zeros is None else w.zeros.T.contiguous()
+    return codes, w.scales[:groups].float().T.contiguous(), None if w.zeros is None else w.zeros[:groups].T.contiguous()
 
 
-def _per_output(values: torch.Tensor, out_features: int) -> torch.Tensor:
-    """`[R, C] -> [C, O]`: one column for each output, whatever shared it."""
-    return values.expand(out_features, -1).T.contiguous()
+def _per_output(values: torch.Tensor, out_features: int, groups: int) -> torch.Tensor:
+    """`[R, C] -> [groups, O]`: one column for each output, whatever shared it."""
+    each = values.expand(out_features, -1).T
+    return torch.nn.functional.pad(each, (0, 0, 0, groups - len(each))).contiguous()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from qforge.numerics import largest
+from qforge.ops.triton.tiles import new_turns
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Granularity, Per, Scheme
 
@@ -25,6 +26,7 @@ class W8:
         group: inputs that share a scale of the weight; I for one scale a row.
         input_group: inputs that share a scale of the activations; 0 for a whole token.
         limit: the magnitude of activations that a scale of 1 stands for.
+        turns: see `new_turns`.
     """
 
     codes: torch.Tensor
@@ -33,6 +35,7 @@ class W8:
     group: int
     input_group: int
     limit: float
+    turns: torch.Tensor
 
     @property
     def out_features(self) -> int:
@@ -59,5 +62,5 @@ def pack_w8(q: QuantizedLinear) -> W8:
     codes = q.codes if q.scheme.number.is_int else q.codes.view(torch.float8_e4m3fn)
     return W8(
         codes.contiguous(), scales, None if q.bias is None else q.bias.float(), g.group_size(q.in_features), a.granularity.columns if a.granularity.per is Per.GROUP else 0,
-        largest(Scheme(a.number, Granularity(Per.TENSOR))),
+        largest(Scheme(a.number, Granularity(Per.TENSOR))), new_turns(q.codes.device),
     )  # fmt: skip

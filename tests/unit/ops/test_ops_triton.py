@@ -35,20 +35,22 @@ def test_every_kernel_agrees_with_fp64_in_the_interpreter() -> None:
     assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 35
 
 
-@given(rows=st.integers(1, 5), eights=st.integers(1, 9), seed=st.integers(0, 2**31))
-def test_words_round_trip(rows: int, eights: int, seed: int) -> None:
-    codes = torch.randint(0, 16, (rows, eights * 8), generator=torch.Generator().manual_seed(seed))
+@given(rows=st.integers(1, 5), steps=st.integers(1, 9), seed=st.integers(0, 2**31))
+def test_words_round_trip(rows: int, steps: int, seed: int) -> None:
+    codes = torch.randint(0, 16, (rows, steps * 128), generator=torch.Generator().manual_seed(seed))
     words = pack_words(codes.int())
     assert words.dtype == torch.int32
+    assert words.shape == (steps, rows, 16)
     assert torch.equal(unpack_words(words), codes.byte())
 
 
 @pytest.mark.parametrize("j", range(8))
-def test_neighbours_lie_in_the_two_halves_of_a_word(j: int) -> None:
-    codes = torch.zeros(1, 8, dtype=torch.int32)
-    codes[0, j] = 15
-    assert int(pack_words(codes)[0, 0]) & 0xFFFFFFFF == 15 << (4 * NIBBLES[j])
-    assert NIBBLES[j] // 4 == j % 2
+def test_sixteen_inputs_in_a_row_have_the_same_place_in_their_words(j: int) -> None:
+    codes = torch.zeros(3, 256, dtype=torch.int32)
+    codes[1, 128 + 16 * j + 5] = 15
+    words = pack_words(codes)
+    assert int(words[1, 1, 5]) & 0xFFFFFFFF == 15 << (4 * NIBBLES[j])
+    assert int(words.count_nonzero()) == 1
 
 
 @pytest.mark.parametrize("text", ["int4-g32-sym", "int4-g64-asym", "int3-channel-asym", "int2-tensor-sym", "int4-channel-sym@f32", "int4-g48-asym@bf16"])
@@ -100,12 +102,12 @@ def test_the_assembly_unpacks_exactly(kind: str, dtype: torch.dtype, base: int) 
         assert torch.equal(total.to(dtype).double(), total)  # the hardware's sum is exact
         return total.to(dtype).view(torch.uint16).numpy().view(np.uint32)
 
-    codes = torch.from_numpy(np.stack([np.roll(np.arange(16), s) for s in range(16)])).int()  # [16, 16]: all codes at all places
-    words = pack_words(codes).flatten().repeat(16)
-    zeros = torch.arange(16).repeat_interleave(32)
+    codes = torch.from_numpy(np.stack([np.roll(np.arange(16), s) for s in range(8)])).int()  # [8, 16]: at each of 8 places all codes
+    words = pack_words(codes.reshape(1, 128)).flatten().repeat(16)
+    zeros = torch.arange(16).repeat_interleave(16)
     bias = ((zeros | base) * 0x10001).numpy().astype(np.uint32)
     got = torch.from_numpy(_emulate(getattr(w4, kind), words.numpy().view(np.uint32), bias, add)).view(dtype).double()
-    want = codes.view(32, 8).repeat(16, 1) - zeros[:, None]
+    want = codes.T.repeat(16, 1) - zeros[:, None]
     assert torch.equal(got, want.double())
 
 
@@ -200,7 +202,7 @@ def test_a_kernel_is_compiled_and_read() -> None:
     pytest.importorskip("triton")
     import triton_budget
 
-    costs = triton_budget.compile_all("^w4 1 row, fp16 g128 zeros|^w8 16 rows, fp8 by channel", 1)
-    assert {n: list(row) for n, row in costs.items()} == {"w4 1 row, fp16 g128 zeros": ["80", "90", "100"], "w8 16 rows, fp8 by channel and token": ["89", "90", "100"]}
+    costs = triton_budget.compile_all("^w4 16 rows, fp16 g128 zeros|^w8 16 rows, fp8 by channel", 1)
+    assert {n: list(row) for n, row in costs.items()} == {"w4 16 rows, fp16 g128 zeros": ["80", "90", "100"], "w8 16 rows, fp8 by channel and token": ["89", "90", "100"]}
     assert triton_budget.complaints(costs, _recorded()) == []
     assert costs["w8 16 rows, fp8 by channel and token"]["90"].matrix > 0

@@ -20,7 +20,7 @@ from qforge.types import ModelSpec
 
 W4 = Product("w4", 4096, 2048, 128)
 FREE = Cost(64, 0, 1024, 100, 8, 8, 0, 0)
-BEST = Tile(16, 128, 64, 8, 5, 2)
+BEST = Tile(16, 128, 128, 8, 5, 2)
 
 
 def _distance(tile: Tile) -> float:
@@ -60,11 +60,10 @@ def test_without_any_tile_that_runs_the_search_says_why() -> None:
         search([BEST], lambda t: "bad", _distance)
 
 
-@pytest.mark.parametrize("start", [Tile(16, 64, 128, 4, 4, 8), Tile(1, 8, 1024, 4, 2)])
-def test_neighbours_differ_in_one_number(start: Tile) -> None:
+def test_neighbours_differ_in_one_number() -> None:
+    start = Tile(16, 64, 128, 4, 4, 8)
     for tile in neighbours(start):
         assert sum(a != b for a, b in zip(astuple(tile), astuple(start), strict=True)) == 1
-        assert (tile.m == 1) == (start.m == 1)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +73,7 @@ def test_neighbours_differ_in_one_number(start: Tile) -> None:
         (W4, 16, BEST, replace(FREE, local=4), "spilled"),
         (W4, 16, BEST, replace(FREE, shared=SHARED_MEMORY[90] + 1), "shared memory"),
         (W4, 16, replace(BEST, m=32), FREE, "32 rows for 16"),
-        (Product("w4", 64, 72, 0), 16, replace(BEST, k=256), FREE, "padding"),
+        (W4, 16, replace(BEST, k=256), FREE, "packed for steps of 128"),
         (Product("w8-fp8", 64, 256, 128, 128), 16, replace(BEST, k=256), FREE, "cross groups"),
     ],
 )

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,23 @@ def test_recorded_steps_equal_plain_ones_and_write_nothing_else(most: int, seed:
         assert recorded.rows[-1] == next(n for n in graphs.sizes if n >= count)
 
 
+def test_what_a_recorded_step_reads_is_kept() -> None:
+    """A graph keeps addresses, not tensors: what was made for it and then let go is somebody else's memory when it is replayed."""
+    read: list[weakref.ref[torch.Tensor]] = []
+
+    def forward(b: GpuBatch) -> torch.Tensor:
+        read.extend(weakref.ref(t if t._base is None else t._base) for t in (b.tokens, b.slots, b.tables, b.starts))
+        return torch.zeros(len(b.tokens), 5)
+
+    def forgetful(run: Callable[[], None]) -> Replaying:
+        run()
+        return Replaying(lambda: None)
+
+    graphs = DecodeGraphs(forward, CPU, 2, 3, 12, 5, forgetful)
+    assert len(read) == 4 * len(graphs.sizes)
+    assert all(t() is not None for t in read)
+
+
 def test_only_decode_steps_that_fit_are_recorded() -> None:
     toy = Toy(6, 4)
     graphs = DecodeGraphs(toy.forward, CPU, 2, 3, 12, toy.vocabulary, replaying)
@@ -172,11 +190,12 @@ def test_a_gpu_gives_the_tokens_and_logits_of_the_processor(scheme: str | None, 
     here, there = LLM(of), LLM(of, device="cuda", max_num_seqs=5, max_step_tokens=13, num_blocks=40, graphs=graphs)
     window = prompts(1, 60, seed=6)[0] * 3
     want, got = (torch.cat(list(llm.score([window]))) for llm in (here, there))
-    assert (got - want).norm() / want.norm() < (2e-2 if scheme is not None and "+" in scheme else GPU_LOGITS["fp16"])
+    rounded = scheme is not None and "+" in scheme
+    assert (got - want).norm() / want.norm() < GPU_LOGITS["rounded activations" if rounded else "fp16"]
     given_ = prompts(9, 40, seed=1)
     outputs = [llm.generate(given_, SamplingParams(max_tokens=12)) for llm in (here, there)]
     agree = [a.token_ids == b.token_ids for a, b in zip(*outputs, strict=True)]
-    assert sum(agree) >= 8  # a tie may fall the other way
+    assert sum(agree) >= (5 if rounded else 8)  # a tie may fall the other way
 
 
 @pytest.mark.gpu

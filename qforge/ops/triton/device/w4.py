@@ -1,12 +1,14 @@
 """Matrix products with 4-bit integer weights and fp16 or bf16 activations, fp32 sums.
 
-Letters: M rows of x, N outputs, K inputs, G groups of inputs (one scale each), W = K/8 words, S parts of K. Weights: `pack_w4` of qforge/ops/triton/w4_pack.py.
+Letters: M rows of x, N outputs, K inputs, G groups of inputs (one scale each), S parts of K. Weights: `pack_w4` of qforge/ops/triton/w4_pack.py.
 
 Codes are exact in fp16 and bf16, and scales multiply fp32 sums of a group: the only roundings are those of fp32 sums and of the result.
 """
 
 import triton
 import triton.language as tl
+
+from qforge.ops.triton.device.parts import finish
 
 # lop3 0xea is (a & b) | c: a nibble becomes the low mantissa bits of 1024 (fp16) or 128 (bf16), from which -(1024 + zero) or -(128 + zero) is then added, exactly.
 # fma by one instead of add in bf16, because sm_80 has no bf16x2 addition.
@@ -28,121 +30,106 @@ REGISTERS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r")
 
 
 @triton.jit
-def in_order(a, b, c, d, e, f, g, h):
-    """Eight values of each word `[N, W]` -> `[N, W, 8]`."""
-    even, odd = tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h))
-    return tl.join(even, odd).reshape(a.shape[0], a.shape[1], 8)
-
-
-@triton.jit
 def unpack(words, zeros, DTYPE: tl.constexpr):
-    """Words `[N, W]` int32 and their zero points `[N, W]` (or broadcastable) int32 -> codes less zero points `[N, W, 8]` in DTYPE.
+    """Words `[N, 16]` int32 and their zero points `[N, 16]` (or broadcastable) int32 -> codes less zero points, eight of `[N, 16]` in DTYPE, 16 inputs each.
 
-    In plain Triton for the interpreter, which knows no assembly.
+    In plain Triton for the interpreter, which knows no assembly. There is nothing here but operations on single elements: so the compiler reads words as the tensor cores want
+    their operand, and codes never pass through shared memory.
     """
     if not INTERPRETED:
         if tl.float16 == DTYPE:
-            bias = (zeros | 0xE400) * 0x10001
-            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(HALF, REGISTERS, [words, bias], dtype=(tl.float16,) * 8, is_pure=True, pack=1)
+            codes = tl.inline_asm_elementwise(HALF, REGISTERS, [words, (zeros | 0xE400) * 0x10001], dtype=(tl.float16,) * 8, is_pure=True, pack=1)
         else:
-            bias = (zeros | 0xC300) * 0x10001
-            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(BF16, REGISTERS, [words, bias], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
-        codes = in_order(a, b, c, d, e, f, g, h)
+            codes = tl.inline_asm_elementwise(BF16, REGISTERS, [words, (zeros | 0xC300) * 0x10001], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
     else:
-        place = tl.arange(0, 8)
-        shift = ((place & 1) * 16 + (place >> 1) * 4)[None, None, :]
-        codes = (((words[:, :, None] >> shift) & 15) - zeros[:, :, None]).to(tl.float32).to(DTYPE)
+        codes = (
+            nibble(words, zeros, 0, DTYPE), nibble(words, zeros, 16, DTYPE), nibble(words, zeros, 4, DTYPE), nibble(words, zeros, 20, DTYPE),
+            nibble(words, zeros, 8, DTYPE), nibble(words, zeros, 24, DTYPE), nibble(words, zeros, 12, DTYPE), nibble(words, zeros, 28, DTYPE),
+        )  # fmt: skip
     return codes
+
+
+@triton.jit
+def nibble(words, zeros, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
+    """The codes that lie SHIFT bits up, less zero points."""
+    return (((words >> SHIFT) & 15) - zeros).to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def of_runs(values, step, row, n_rows, GROUP: tl.constexpr, RUNS: tl.constexpr):
+    """values `[G, N]` of each of the RUNS runs of inputs of a step that share them: a tuple of `[N]`."""
+    k = step * 128
+    if RUNS == 1:
+        found = (of_group(values, k, row, n_rows, GROUP),)
+    elif RUNS == 2:
+        found = of_group(values, k, row, n_rows, GROUP), of_group(values, k + 64, row, n_rows, GROUP)
+    elif RUNS == 4:
+        found = (
+            of_group(values, k, row, n_rows, GROUP), of_group(values, k + 32, row, n_rows, GROUP), of_group(values, k + 64, row, n_rows, GROUP),
+            of_group(values, k + 96, row, n_rows, GROUP),
+        )  # fmt: skip
+    else:
+        found = (
+            of_group(values, k, row, n_rows, GROUP), of_group(values, k + 16, row, n_rows, GROUP), of_group(values, k + 32, row, n_rows, GROUP),
+            of_group(values, k + 48, row, n_rows, GROUP), of_group(values, k + 64, row, n_rows, GROUP), of_group(values, k + 80, row, n_rows, GROUP),
+            of_group(values, k + 96, row, n_rows, GROUP), of_group(values, k + 112, row, n_rows, GROUP),
+        )  # fmt: skip
+    return found
+
+
+@triton.jit
+def of_group(values, k, row, n_rows, GROUP: tl.constexpr):
+    """values `[G, N]` of an input's group: `[N]`."""
+    return tl.load(values + k // GROUP * n_rows + row)
 
 
 @triton.jit(do_not_specialize=["m_rows", "steps"])  # else each kind of batch is compiled anew, for nothing
 def w4_gemm(
-    x, words, scales, zeros, bias, y, m_rows, n_rows, k_columns, k_words, steps,
-    HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, words, scales, zeros, bias, y, parts, turns, m_rows, n_rows, k_columns, k_steps, steps,
+    HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """y = x w^T + bias, or with SPLIT the partial sums `[S, M, N]` fp32 of K in parts of `steps` steps. BK divides the group, so that one scale a row covers a step;
-    GROUP 0 is one scale a row.
+    """y = x w^T + bias, with SPLIT in parts of `steps` steps of 128 inputs (`finish`).
 
-    x `[M, K]`, words `[N, k_words]`, scales `[G, N]`, zeros `[G, N]` uint8, y `[M, N]`. Grid: (tiles of N, tiles of M, S).
+    GROUP: inputs that share a scale, 0 for a whole row; RUN: how many of them stand together in a step, 16 to 128.
+    x `[M, K]`, words `[k_steps, N, 16]`, scales `[G, N]`, zeros `[G, N]` uint8, y `[M, N]`. Grid: (tiles of N, tiles of M, S).
     """
     dtype: tl.constexpr = x.dtype.element_ty
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
     rm = tl.program_id(1) * BM + tl.arange(0, BM)
     part = tl.program_id(2)
-    n_in, m_in = rn < n_rows, rm < m_rows
-    row, token = tl.where(n_in, rn, 0), tl.where(m_in, rm, 0)
-    rk, rw = tl.arange(0, BK), tl.arange(0, BK // 8)
+    row, token = tl.where(rn < n_rows, rn, 0), tl.where(rm < m_rows, rm, 0)
+    rk = tl.arange(0, 16)
     total = tl.zeros((BN, BM), tl.float32)
-    first = part * steps * (BK // 8)
-    for word in range(first, tl.minimum(first + steps * (BK // 8), k_words), BK // 8):  # by words: Triton then sees that loads of 16 bytes are aligned
-        w = tl.load(words + row.to(tl.int64)[:, None] * k_words + (word + rw)[None, :])
-        k = word * 8
-        g = 0 if GROUP == 0 else k // GROUP
-        z = tl.load(zeros + g * n_rows + rn, mask=n_in, other=0).to(tl.int32) if HAS_ZEROS else tl.full((BN,), 8, tl.int32)
-        w = unpack(w, tl.broadcast_to(z[:, None], (BN, BK // 8)), dtype).reshape(BN, BK)
-        columns = k + rk
-        at = x + token.to(tl.int64)[None, :] * k_columns + columns[:, None]
-        a = tl.load(at) if EVEN_K else tl.load(at, mask=(columns < k_columns)[:, None], other=0.0)
-        if INTERPRETED:  # its product of bf16 is wrong
-            w, a = w.to(tl.float32), a.to(tl.float32)
-        if GROUP == 0:
-            total = tl.dot(w, a, total)
-        else:
-            s = tl.load(scales + g * n_rows + rn, mask=n_in, other=0.0).to(tl.float32)
-            total += tl.dot(w, a) * s[:, None]
+    first = part * steps
+    last = tl.minimum(first + steps, k_steps)
+    at_words = words + row[:, None] * 16 + rk[None, :]
+    at_x = x + token.to(tl.int64)[None, :] * k_columns + rk[:, None]
+    if GROUP > 0:
+        ahead = of_runs(scales, tl.minimum(first, k_steps - 1), row, n_rows, GROUP, 128 // RUN)
+    for step in range(first, last):
+        if GROUP > 0:  # a step before they are needed: nothing else would hide how long they take to come
+            of_scales = ahead
+            ahead = of_runs(scales, tl.minimum(step + 1, last - 1), row, n_rows, GROUP, 128 // RUN)
+        if HAS_ZEROS:
+            of_zeros = of_runs(zeros, step if GROUP > 0 else 0, row, n_rows, GROUP if GROUP > 0 else 128, 128 // RUN)
+        w = tl.load(at_words + step * n_rows * 16)
+        product = total  # of a run; any value will do here
+        for j in tl.static_range(8):
+            if j * 16 % RUN == 0:
+                z = of_zeros[j * 16 // RUN].to(tl.int32) if HAS_ZEROS else tl.full((BN,), 8, tl.int32)
+                codes = unpack(w, tl.broadcast_to(z[:, None], (BN, 16)), dtype)
+            k = step * 128 + j * 16
+            a = tl.load(at_x + k) if EVEN_K else tl.load(at_x + k, mask=(k + rk < k_columns)[:, None], other=0.0)
+            c = codes[j]
+            if INTERPRETED:  # its product of bf16 is wrong
+                c, a = c.to(tl.float32), a.to(tl.float32)
+            if GROUP == 0:
+                total = tl.dot(c, a, total)
+            else:
+                product = tl.dot(c, a) if j * 16 % RUN == 0 else tl.dot(c, a, product)
+                if (j + 1) * 16 % RUN == 0:
+                    total += product * of_scales[j * 16 // RUN].to(tl.float32)[:, None]
     if GROUP == 0:
-        total *= tl.load(scales + rn, mask=n_in, other=0.0).to(tl.float32)[:, None]
-    if HAS_BIAS and not SPLIT:
-        total += tl.load(bias + rn, mask=n_in, other=0.0).to(tl.float32)[:, None]
-    out = y + part.to(tl.int64) * m_rows * n_rows + rm.to(tl.int64)[None, :] * n_rows + rn[:, None]
-    tl.store(out, total.to(y.dtype.element_ty), mask=n_in[:, None] & m_in[None, :])
-
-
-@triton.jit
-def w4_gemv(
-    x, words, scales, zeros, bias, y, n_rows, k_columns, k_words,
-    HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
-    BN: tl.constexpr, BW: tl.constexpr,
-):  # fmt: skip
-    """As `w4_gemm` for one row (`x [K]`, `y [N]`), without tensor cores. BW: words a step, of any number of groups. Grid: (tiles of N,)."""
-    dtype: tl.constexpr = x.dtype.element_ty
-    rn = tl.program_id(0) * BN + tl.arange(0, BN)
-    n_in = rn < n_rows
-    row = tl.where(n_in, rn, 0)
-    eight, rw = tl.arange(0, 8), tl.arange(0, BW)
-    total = tl.zeros((BN, BW), tl.float32)
-    for k in range(0, k_words, BW):
-        columns = k + rw
-        inside = columns < k_words
-        at = words + row.to(tl.int64)[:, None] * k_words + columns[None, :]
-        w = tl.load(at) if EVEN_K else tl.load(at, mask=inside[None, :], other=0)
-        of_group = (0 * columns if GROUP == 0 else columns // (GROUP // 8))[None, :] * n_rows + row[:, None]
-        z = tl.load(zeros + of_group, mask=inside[None, :], other=0).to(tl.int32) if HAS_ZEROS else tl.full((BN, BW), 8, tl.int32)
-        inputs = columns[:, None] * 8 + eight[None, :]
-        a = tl.load(x + inputs) if EVEN_K else tl.load(x + inputs, mask=inputs < k_columns, other=0.0)
-        products = tl.sum(unpack(w, z, dtype).to(tl.float32) * a.to(tl.float32)[None, :, :], axis=2)
-        if GROUP == 0:
-            total += products
-        else:
-            total += products * tl.load(scales + of_group, mask=inside[None, :], other=0.0).to(tl.float32)
-    result = tl.sum(total, axis=1)
-    if GROUP == 0:
-        result *= tl.load(scales + rn, mask=n_in, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        result += tl.load(bias + rn, mask=n_in, other=0.0).to(tl.float32)
-    tl.store(y + rn, result.to(y.dtype.element_ty), mask=n_in)
-
-
-@triton.jit(do_not_specialize=["m_rows"])
-def add_parts(parts, bias, y, m_rows, n_rows, S: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """y `[M, N]` = the sum of parts `[S, M, N]` fp32, always in the same order, + bias `[N]`. Grid: (tiles of N, M)."""
-    m = tl.program_id(1).to(tl.int64)
-    rn = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    n_in = rn < n_rows
-    total = tl.zeros((BLOCK,), tl.float32)
-    for s in tl.static_range(S):
-        total += tl.load(parts + (s * m_rows + m) * n_rows + rn, mask=n_in, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias + rn, mask=n_in, other=0.0).to(tl.float32)
-    tl.store(y + m * n_rows + rn, total.to(y.dtype.element_ty), mask=n_in)
+        total *= tl.load(scales + row).to(tl.float32)[:, None]
+    finish(total, rn, rm, bias, y, parts, turns, m_rows, n_rows, HAS_BIAS, SPLIT)

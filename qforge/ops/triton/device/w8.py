@@ -1,10 +1,12 @@
-"""Matrix products of 8-bit integers or e4m3 floats, activations rounded on the fly: per token or per group of inputs.
+"""Matrix products of 8-bit integers or e4m3 floats, and the rounding of activations before them: per token or per group of inputs.
 
 Letters: M rows of x, N outputs, K inputs, G groups of inputs, S parts of K. Weights `[N, K]` int8 or float8_e4m3fn, K contiguous, scales `[G, N]` fp32 (G = 1 for one scale a row).
 """
 
 import triton
 import triton.language as tl
+
+from qforge.ops.triton.device.parts import finish
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -58,14 +60,14 @@ def round_rows(x, codes, scales, k_columns, span, LIMIT: tl.constexpr, INT: tl.c
 
 @triton.jit(do_not_specialize=["m_rows"])
 def w8_gemm(
-    x, input_scales, codes, scales, bias, y, m_rows, n_rows, k_columns, k_part,
-    FUSED: tl.constexpr, GROUP: tl.constexpr, INPUT_GROUP: tl.constexpr, LIMIT: tl.constexpr, INT: tl.constexpr, HAS_BIAS: tl.constexpr, SPLIT: tl.constexpr,
+    x, input_scales, codes, scales, bias, y, parts, turns, m_rows, n_rows, k_columns, k_part,
+    GROUP: tl.constexpr, INPUT_GROUP: tl.constexpr, INT: tl.constexpr, HAS_BIAS: tl.constexpr, SPLIT: tl.constexpr,
     EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """y = x w^T + bias, or with SPLIT the partial sums `[S, M, N]` fp32 of K in parts of `k_part`.
+    """y = x w^T + bias, with SPLIT in parts of `k_part` inputs (`finish`).
 
-    FUSED: x is `[M, K]` fp16 or bf16 and rounded here; else it holds codes, with input_scales `[M, G]` fp32. GROUP, INPUT_GROUP: inputs that share a scale of the weight or of x;
-    0 for all, else a multiple of BK (INPUT_GROUP of a FUSED product: BK). Grid: (tiles of N, tiles of M, S).
+    x `[M, K]`: codes, with input_scales `[M, G]` fp32 (`round_rows`). GROUP, INPUT_GROUP: inputs that share a scale of the weight or of x; 0 for all, else a multiple of BK.
+    Grid: (tiles of N, tiles of M, S).
     """
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
     rm = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -74,23 +76,11 @@ def w8_gemm(
     rk = tl.arange(0, BK)
     from_w = codes + tl.where(n_in, rn, 0).to(tl.int64)[:, None] * k_columns + rk[None, :]
     from_x = x + tl.where(m_in, rm, 0).to(tl.int64)[None, :] * k_columns + rk[:, None]
-    of_input = tl.full((BM,), 1.0, tl.float32)
-    if FUSED and INPUT_GROUP == 0:
-        most = tl.zeros((BK, BM), tl.float32)
-        for k in range(0, k_columns, BK):
-            a = tl.load(from_x + k) if EVEN_K else tl.load(from_x + k, mask=(k + rk < k_columns)[:, None], other=0.0)
-            most = tl.maximum(most, tl.abs(a.to(tl.float32)))
-        of_input = scale_of(tl.max(most, axis=0), LIMIT)
     total = tl.zeros((BN, BM), tl.int32 if INT and GROUP == 0 and INPUT_GROUP == 0 and not INTERPRETED else tl.float32)
     for k in range(part * k_part, tl.minimum((part + 1) * k_part, k_columns), BK):
         inside = k + rk < k_columns
         w = tl.load(from_w + k) if EVEN_K else tl.load(from_w + k, mask=inside[None, :], other=0.0)
         a = tl.load(from_x + k) if EVEN_K else tl.load(from_x + k, mask=inside[:, None], other=0.0)
-        if FUSED:
-            a = a.to(tl.float32)
-            if INPUT_GROUP > 0:
-                of_input = scale_of(tl.max(tl.abs(a), axis=0), LIMIT)
-            a = round_to(a, of_input[None, :], INT)
         if INTERPRETED:
             w, a = w.to(tl.float32), a.to(tl.float32)
         if GROUP == 0 and INPUT_GROUP == 0:
@@ -100,19 +90,12 @@ def w8_gemm(
             if GROUP > 0:
                 product *= tl.load(scales + (k // GROUP) * n_rows + rn, mask=n_in, other=0.0)[:, None]
             if INPUT_GROUP > 0:
-                if not FUSED:
-                    groups = tl.cdiv(k_columns, INPUT_GROUP)
-                    of_input = tl.load(input_scales + rm.to(tl.int64) * groups + k // INPUT_GROUP, mask=m_in, other=0.0)
-                product *= of_input[None, :]
+                at = rm.to(tl.int64) * tl.cdiv(k_columns, INPUT_GROUP) + k // INPUT_GROUP
+                product *= tl.load(input_scales + at, mask=m_in, other=0.0)[None, :]
             total += product
     result = total.to(tl.float32)
     if GROUP == 0:
         result *= tl.load(scales + rn, mask=n_in, other=0.0)[:, None]
     if INPUT_GROUP == 0:
-        if not FUSED:
-            of_input = tl.load(input_scales + rm, mask=m_in, other=0.0)
-        result *= of_input[None, :]
-    if HAS_BIAS and not SPLIT:
-        result += tl.load(bias + rn, mask=n_in, other=0.0).to(tl.float32)[:, None]
-    out = y + part.to(tl.int64) * m_rows * n_rows + rm.to(tl.int64)[None, :] * n_rows + rn[:, None]
-    tl.store(out, result.to(y.dtype.element_ty), mask=n_in[:, None] & m_in[None, :])
+        result *= tl.load(input_scales + rm, mask=m_in, other=0.0)[None, :]
+    finish(result, rn, rm, bias, y, parts, turns, m_rows, n_rows, HAS_BIAS, SPLIT)

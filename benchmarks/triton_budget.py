@@ -70,7 +70,8 @@ def _attention(of: int) -> Iterator[Variant]:
             for size, window in ((128, False), (64, True), (256, True)):
                 tile = tiles.attention_tile(of, size, queries, stored != "bf16")
                 constants = {
-                    "HEADS": 32, "CACHE_HEADS": 8, "D": size, "DP": size, "PAGE": 16, "QUANTIZED": stored != "bf16", "WINDOW": window, "PARTS": parts, "BM": tile.m, "TILE": tile.n,
+                    "HEADS": 32, "CACHE_HEADS": 8, "D": size, "DP": size, "PAGE": 16, "QUANTIZED": stored != "bf16", "WINDOW": window, "PARTS": parts, "LARGE": False,
+                    "BM": tile.m, "TILE": tile.n,
                 }  # fmt: skip
                 name = f"attention {what}, {stored}, head {size}{' window' if window else ''}"
                 kept = TYPES[stored]

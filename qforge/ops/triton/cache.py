@@ -101,7 +101,7 @@ def attention(
     paged_attention[(blocks, cache.heads, sequences * parts)](
         q.contiguous(), cache.keys, cache.values, cache.key_scales, cache.value_scales, tables, starts, lengths, mix, most[0], most[1], scale, queries, tables.shape[1], window,
         HEADS=heads, CACHE_HEADS=cache.heads, D=size, DP=_power(size), PAGE=cache.page, QUANTIZED=cache.key_scales is not None, WINDOW=window > 0, PARTS=parts,
-        BM=tile.m, TILE=tile.n, num_warps=tile.warps, num_stages=tile.stages,
+        LARGE=cache.keys.numel() >= 1 << 31, BM=tile.m, TILE=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if parts > 1:
         merge_parts[(queries * heads,)](mix, most[0], most[1], out, queries * heads, D=size, DP=_power(size), PARTS=parts, num_warps=1)

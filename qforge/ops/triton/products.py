@@ -18,11 +18,17 @@ from qforge.ops.triton.tuned import Product
 from qforge.ops.triton.w4_pack import STEP, W4, longest_step
 from qforge.ops.triton.w8_pack import W8
 
+_DENSE_ROWS = 193  # from here on cuBLAS is faster over weights in 16 bits, the time to unpack them included
+_DENSE_BYTES = 128 << 20  # of weights in 16 bits at a time
+_DENSE_TILE = 64  # outputs of a block of threads
+
 
 def w4_linear(x: torch.Tensor, w: W4, tile: Tile | None = None) -> torch.Tensor:
     """`x [M, K]` fp16 or bf16 -> `[M, N]`, its dtype; with this tile, or the shipped one."""
     from qforge.ops.triton.device.w4 import w4_gemm
 
+    if tile is None and len(x) >= _DENSE_ROWS:
+        return w4_multiplied_dense(x, w)
     x = (x if w.order is None else x[:, w.order]).contiguous()
     tile = tile or tuned.find(x.device, _product_w4(w), len(x)) or tiles.tile_for(tiles.W4_GEMM[tiles.device_class(capability(x.device))], len(x))
 
@@ -30,10 +36,28 @@ def w4_linear(x: torch.Tensor, w: W4, tile: Tile | None = None) -> torch.Tensor:
         w4_gemm[_grid(tile, len(x), w.out_features, parts)](
             x, w.words, w.scales, w.zeros, w.bias, y, sums, w.turns, len(x), w.out_features, w.in_features, w.steps, -(-w.steps // parts),
             **constants_w4(_group(w), w.zeros is not None), HAS_BIAS=w.bias is not None, SPLIT=parts > 1, EVEN_K=w.in_features == w.steps * STEP,
-            BM=tile.m, BN=tile.n, num_warps=tile.warps, num_stages=tile.stages,
+            BM=tile.m, BN=tile.n, STEPS=tile.k // STEP, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
     return _in_parts(product, x, tile, w.out_features, w.steps * STEP, x.dtype)
+
+
+def w4_multiplied_dense(x: torch.Tensor, w: W4, most_bytes: int = _DENSE_BYTES) -> torch.Tensor:
+    """As `w4_linear`, by cuBLAS over weights in x's type, some outputs after the others: what so many rows cost is the product, and little of it to unpack before."""
+    from qforge.ops.triton.device.w4 import w4_dense
+
+    x = (x if w.order is None else x[:, w.order]).contiguous()
+    y = x.new_empty((len(x), w.out_features))
+    outputs = min(w.out_features, max(_DENSE_TILE, most_bytes // (2 * w.in_features) // _DENSE_TILE * _DENSE_TILE))
+    weight = x.new_empty((outputs, w.in_features))
+    for first in range(0, w.out_features, outputs):
+        count = min(outputs, w.out_features - first)
+        w4_dense[(w.steps, -(-count // _DENSE_TILE))](
+            w.words, w.scales, w.zeros, weight, first, w.out_features, w.in_features, count,
+            **constants_w4(_group(w), w.zeros is not None), EVEN_K=w.in_features == w.steps * STEP, BN=_DENSE_TILE, num_warps=4,
+        )  # fmt: skip
+        torch.matmul(x, weight[:count].T, out=y[:, first : first + count])
+    return y if w.bias is None else y + w.bias.to(y.dtype)
 
 
 def _product_w4(w: W4) -> Product:

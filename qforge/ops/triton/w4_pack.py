@@ -2,9 +2,9 @@
 
 Letters: O outputs, I inputs, P inputs padded to a multiple of 128, G groups, S = P/128 steps.
 
-A step's 128 inputs of an output are 16 words: word w has inputs w, 16 + w, 32 + w, .. of it, number j in nibble (0, 4, 1, 5, 2, 6, 3, 7)[j]. A shift and one mask give two of them
-in the halves of a register (kernels of Marlin, arXiv 2408.11743, section 3.4), and the j-th of all 16 words are 16 inputs in a row: an operand of the tensor cores, element by
-element. Steps come first, so that what a block of threads reads at once lies together.
+A step's 128 inputs of an output are 16 words. Words 2 c and 2 c + 1 have inputs 16 j + 2 c and 16 j + 2 c + 1, the first for j = 0 .. 3, the second for j = 4 .. 7: in nibbles
+j % 4 and j % 4 + 4. A shift and one mask give two neighbours in the halves of a register (kernels of Marlin, arXiv 2408.11743, section 3.4), and the j-th of all are 16 inputs in a
+row: an operand of the tensor cores, where it belongs. Steps come first, so that what a block of threads reads at once lies together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from qforge.ops.triton.tiles import new_turns
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Per, ScaleType, Symmetry
 
-NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 STEP = 128  # inputs
 _WORDS = STEP // 8
 _SHORTEST_RUN = 16  # inputs of one tensor-core product, which share a scale
@@ -92,15 +91,17 @@ def pack_w4(q: QuantizedLinear) -> W4:
 
 def pack_words(codes: torch.Tensor) -> torch.Tensor:
     """Codes `[O, P]` in 0..15 -> `[S, O, 16]` int32."""
-    eights = codes.view(codes.shape[0], -1, 8, _WORDS).to(torch.int64)
-    words = sum(eights[:, :, j] << (4 * nibble) for j, nibble in enumerate(NIBBLES))
+    parts = codes.view(codes.shape[0], -1, 2, 4, _WORDS // 2, 2).to(torch.int64)  # [O, S, half of a pair, j % 4, pair, neighbour]
+    words = sum(parts[:, :, :, i, :, n] << (4 * i + 16 * n) for i in range(4) for n in range(2))
     assert isinstance(words, torch.Tensor)
-    return (words - ((words >> 31) << 32)).to(torch.int32).transpose(0, 1).contiguous()
+    return (words - ((words >> 31) << 32)).to(torch.int32).permute(1, 0, 3, 2).flatten(2).contiguous()
 
 
 def unpack_words(words: torch.Tensor) -> torch.Tensor:
     """`[S, O, 16]` int32 -> codes `[O, P]` uint8; undoes `pack_words`."""
-    return torch.stack([(words >> (4 * nibble)) & 15 for nibble in NIBBLES], -2).transpose(0, 1).flatten(1).to(torch.uint8)
+    pairs = words.unflatten(2, (-1, 2))[..., None, None]  # [S, O, pair, half, 1, 1]
+    shifts = torch.arange(0, 16, 4, device=words.device)[:, None] + torch.tensor([0, 16], device=words.device)  # [j % 4, neighbour]
+    return ((pairs >> shifts) & 15).permute(1, 0, 3, 4, 2, 5).flatten(1).to(torch.uint8)
 
 
 def unpack_w4(w: W4, symmetry: Symmetry) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

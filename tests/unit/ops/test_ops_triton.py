@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from qforge.ops.select import choose
 from qforge.ops.triton import tiles
 from qforge.ops.triton.linear import TritonW4, TritonW8
-from qforge.ops.triton.w4_pack import NIBBLES, pack_w4, pack_words, unpack_w4, unpack_words
+from qforge.ops.triton.w4_pack import pack_w4, pack_words, unpack_w4, unpack_words
 from qforge.ops.triton.w8_pack import pack_w8
 from qforge.scheme import Symmetry, parse
 
@@ -45,11 +45,12 @@ def test_words_round_trip(rows: int, steps: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("j", range(8))
-def test_sixteen_inputs_in_a_row_have_the_same_place_in_their_words(j: int) -> None:
+@pytest.mark.parametrize("w", [0, 5, 14])
+def test_neighbours_lie_in_the_two_halves_of_a_word(j: int, w: int) -> None:
     codes = torch.zeros(3, 256, dtype=torch.int32)
-    codes[1, 128 + 16 * j + 5] = 15
+    codes[1, 128 + 16 * j + w] = 15
     words = pack_words(codes)
-    assert int(words[1, 1, 5]) & 0xFFFFFFFF == 15 << (4 * NIBBLES[j])
+    assert int(words[1, 1, w // 2 * 2 + j // 4]) & 0xFFFFFFFF == 15 << (4 * (j % 4) + 16 * (w % 2))
     assert int(words.count_nonzero()) == 1
 
 
@@ -70,45 +71,41 @@ def test_packed_8_bit_weights_hold_every_bit() -> None:
     assert torch.equal(w.scales, torch.cat((q.scales[:1].expand(128, -1), q.scales[1:].expand(12, -1))).T)
 
 
-def _emulate(assembly: str, word: np.ndarray, bias: np.ndarray, add: object) -> np.ndarray:
-    """`[n, 8]` 16-bit patterns: what the assembly leaves in $0 .. $7 for words $8 and biases $9."""
-    registers = {"$8": word, "$9": bias}
-    out = np.zeros((len(word), 8), np.uint16)
+def _emulate(assembly: str, pairs: np.ndarray, bias: np.ndarray, add: object) -> np.ndarray:
+    """`[n, 8, 2]` 16-bit patterns: what the assembly leaves in $0 .. $7 for pairs of words `[n, 2]`, $8 and $9, and biases $10."""
+    registers = {"$8": pairs[:, 0], "$9": pairs[:, 1]}
     for line in re.split(r"[;\n]", assembly.replace("{ .reg", ".reg").rstrip(" }\n")):
         name, _, rest = line.strip().partition(" ")
-        places = [p.strip(" {}") for p in rest.split(",")]
+        places = [p.strip() for p in rest.split(",")]
         if name == "shr.b32":
             registers[places[0]] = registers[places[1]] >> np.uint32(places[2])
         elif name == "lop3.b32":
             assert int(places[4], 16) == (0xF0 & 0xCC) | 0xAA  # the truth table of (a and b) or c
             registers[places[0]] = (registers[places[1]] & np.uint32(int(places[2], 16))) | np.uint32(int(places[3], 16))
         elif name in ("add.rn.f16x2", "fma.rn.bf16x2"):
-            registers["h"] = add(registers["h"], bias)  # type: ignore[operator]
-        elif name == "mov.b32" and len(places) == 3:
-            for place, half in zip(places[:2], (registers["h"] & 0xFFFF, registers["h"] >> 16), strict=True):
-                out[:, int(place[1:])] = half
-    return out
+            assert places[-1] == "$10"
+            registers[places[0]] = add(registers[places[1]], bias)  # type: ignore[operator]
+    return np.stack([np.ascontiguousarray(registers[f"${j}"]).view(np.uint16).reshape(-1, 2) for j in range(8)], 1)
 
 
 @pytest.mark.parametrize(("kind", "dtype", "base"), [("_HALF", torch.float16, 0xE400), ("_BF16", torch.bfloat16, 0xC300)])
 def test_the_assembly_unpacks_exactly(kind: str, dtype: torch.dtype, base: int) -> None:
-    """Every pair of a code and a zero point, at every place of a word."""
+    """Every pair of a code and a zero point, at every place of a step."""
     pytest.importorskip("triton")
     from qforge.ops.triton.device import w4
 
     def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        halves = [torch.from_numpy(v.astype(np.uint32)).view(torch.uint16).view(dtype).double() for v in (a, b)]
+        halves = [torch.from_numpy(np.ascontiguousarray(v.astype(np.uint32))).view(torch.uint16).view(dtype).double() for v in (a, b)]
         total = halves[0] + halves[1]
         assert torch.equal(total.to(dtype).double(), total)  # the hardware's sum is exact
         return total.to(dtype).view(torch.uint16).numpy().view(np.uint32)
 
-    codes = torch.from_numpy(np.stack([np.roll(np.arange(16), s) for s in range(8)])).int()  # [8, 16]: at each of 8 places all codes
-    words = pack_words(codes.reshape(1, 128)).flatten().repeat(16)
-    zeros = torch.arange(16).repeat_interleave(16)
-    bias = ((zeros | base) * 0x10001).numpy().astype(np.uint32)
-    got = torch.from_numpy(_emulate(getattr(w4, kind), words.numpy().view(np.uint32), bias, add)).view(dtype).double()
-    want = codes.T.repeat(16, 1) - zeros[:, None]
-    assert torch.equal(got, want.double())
+    codes = (torch.arange(128)[None] * 7 + torch.arange(16)[:, None]).int() % 16  # [16, 128]: all codes at all places
+    pairs = pack_words(codes)[0].view(128, 2).repeat(16, 1)  # of 16 outputs 8 pairs each
+    zeros = torch.arange(16).repeat_interleave(128)
+    got = _emulate(getattr(w4, kind), pairs.numpy().view(np.uint32), ((zeros | base) * 0x10001).numpy().astype(np.uint32), add)
+    got_codes = torch.from_numpy(got).view(dtype).double().view(16, 16, 8, 8, 2).transpose(2, 3).flatten(2)  # [zero, output, j, pair, neighbour]
+    assert torch.equal(got_codes, (codes[None] - torch.arange(16)[:, None, None]).double())
 
 
 def test_a_gpu_is_asked_for_by_name() -> None:

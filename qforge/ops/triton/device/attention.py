@@ -11,54 +11,11 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-@triton.jit
-def over(
-    state, query, from_cache, begin, until, end, place, c, scale, window,
-    CACHE_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, QUANTIZED: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """The state (maximum, sum, mix) after the tokens from `begin` until `until`, of which there are `end`; MASKED: not every query, at `place`, sees them all."""
-    most, total, mix = state
-    keys, values, key_scales, value_scales, table = from_cache
-    d = tl.arange(0, DP)
-    d_in = d < D
-    for p0 in range(begin, until, TILE):
-        p = p0 + tl.arange(0, TILE)
-        p_in = p < end
-        page = (tl.load(table + p // PAGE, mask=p_in, other=0) if MASKED else tl.load(table + p // PAGE)).to(tl.int64)
-        at = (page * PAGE + p % PAGE) * CACHE_HEADS + c
-        if MASKED or D < DP:
-            k = tl.load(keys + at[None, :] * D + d[:, None], mask=p_in[None, :] & d_in[:, None], other=0.0)
-            v = tl.load(values + at[:, None] * D + d[None, :], mask=p_in[:, None] & d_in[None, :], other=0.0)
-        else:
-            k = tl.load(keys + at[None, :] * D + d[:, None])
-            v = tl.load(values + at[:, None] * D + d[None, :])
-        k, v = k.to(tl.float32 if INTERPRETED else query.dtype), v.to(tl.float32 if INTERPRETED else query.dtype)
-        logits = (tl.dot(query.to(tl.float32), k) if INTERPRETED else tl.dot(query, k)) * (scale * 1.4426950408889634)
-        if QUANTIZED:
-            logits *= tl.load(key_scales + at, mask=p_in, other=0.0)[None, :]
-        if MASKED:
-            seen = p_in[None, :] & (p[None, :] <= place[:, None])
-            if WINDOW:
-                seen = seen & (p[None, :] > place[:, None] - window)
-            logits = tl.where(seen, logits, float("-inf"))
-        new = tl.maximum(most, tl.max(logits, 1))
-        base = tl.where(new == float("-inf"), 0.0, new) if MASKED else new  # nothing seen yet: exp2(-inf - 0) is 0
-        weights = tl.math.exp2(logits - base[:, None])
-        fade = tl.math.exp2(most - base)
-        total = total * fade + tl.sum(weights, 1)
-        if QUANTIZED:
-            weights *= tl.load(value_scales + at, mask=p_in, other=0.0)[None, :]
-        weights = weights.to(query.dtype)
-        mix = mix * fade[:, None] + (tl.dot(weights.to(tl.float32), v) if INTERPRETED else tl.dot(weights, v))
-        most = new
-    return most, total, mix
-
-
 @triton.jit(do_not_specialize=["queries", "table_stride", "window"])
 def paged_attention(
     q, keys, values, key_scales, value_scales, tables, starts, lengths, out, most_out, sum_out, scale, queries, table_stride, window,
     HEADS: tl.constexpr, CACHE_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, QUANTIZED: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
-    BM: tl.constexpr, TILE: tl.constexpr,
+    LARGE: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """out `[T, H, D]` = softmax(scale q k^T) v, each query over the tokens up to its own, the last `window` of them with WINDOW.
 
@@ -71,7 +28,7 @@ def paged_attention(
     c, s, part = tl.program_id(1), tl.program_id(2) // PARTS, tl.program_id(2) % PARTS
     start, length = tl.load(starts + s), tl.load(lengths + s)
     count = tl.load(starts + s + 1) - start
-    first = tl.program_id(0) * TOKENS
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS  # those with the most to do come first
     if first >= count:
         return
     r, d = tl.arange(0, BM), tl.arange(0, DP)
@@ -88,20 +45,48 @@ def paged_attention(
     span = tl.cdiv(tl.cdiv(end - begin, TILE), PARTS) * TILE
     begin += part * span
     end = tl.minimum(begin + span, end)
-    state = tl.full((BM,), float("-inf"), tl.float32), tl.zeros((BM,), tl.float32), tl.zeros((BM, DP), tl.float32)
-    whole = begin  # up to here every query sees every token
-    if not WINDOW:
-        whole = tl.maximum(begin, tl.minimum(length - count + first + 1, end) // TILE * TILE)
-    from_cache = keys, values, key_scales, value_scales, tables + s * table_stride
-    state = over(state, query, from_cache, begin, whole, end, place, c, scale, window, CACHE_HEADS, D, DP, PAGE, QUANTIZED, WINDOW, False, TILE)
-    most, total, mix = over(state, query, from_cache, whole, end, end, place, c, scale, window, CACHE_HEADS, D, DP, PAGE, QUANTIZED, WINDOW, True, TILE)
+    seen_by_all = length - count + first + 1  # tokens
+    scale *= 1.4426950408889634
+    most = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    mix = tl.zeros((BM, DP), tl.float32)
+    for p0 in range(begin, end, TILE):
+        p = p0 + tl.arange(0, TILE)
+        here_p = tl.minimum(p, end - 1)  # beyond the end the last one again, which nobody sees there
+        page = tl.load(tables + s * table_stride + here_p // PAGE)
+        page = page.to(tl.int64) if LARGE else page
+        at = (page * PAGE + here_p % PAGE) * CACHE_HEADS + c
+        if D == DP:
+            k, v = tl.load(keys + at[None, :] * D + d[:, None]), tl.load(values + at[:, None] * D + d[None, :])
+        else:
+            k = tl.load(keys + at[None, :] * D + d[:, None], mask=d_in[:, None], other=0.0)
+            v = tl.load(values + at[:, None] * D + d[None, :], mask=d_in[None, :], other=0.0)
+        k, v = k.to(tl.float32 if INTERPRETED else query.dtype), v.to(tl.float32 if INTERPRETED else query.dtype)
+        logits = tl.dot(query.to(tl.float32), k) if INTERPRETED else tl.dot(query, k)
+        if QUANTIZED:
+            logits *= tl.load(key_scales + at)[None, :]
+        if WINDOW or p0 + TILE > seen_by_all:
+            seen = (p < end)[None, :] & (p[None, :] <= place[:, None])
+            if WINDOW:
+                seen = seen & (p[None, :] > place[:, None] - window)
+            logits = tl.where(seen, logits, float("-inf"))
+        new = tl.maximum(most, tl.max(logits, 1))
+        base = tl.where(new == float("-inf"), 0.0, new) * scale  # nothing seen yet: exp2(-inf - 0) is 0
+        weights = tl.math.exp2(logits * scale - base[:, None])
+        fade = tl.math.exp2(most * scale - base)
+        total = total * fade + tl.sum(weights, 1)
+        if QUANTIZED:
+            weights *= tl.load(value_scales + at)[None, :]
+        weights = weights.to(query.dtype)
+        mix = mix * fade[:, None] + (tl.dot(weights.to(tl.float32), v) if INTERPRETED else tl.dot(weights, v))
+        most = new
     write = here[:, None] & d_in[None, :]
     if PARTS == 1:
         tl.store(out + row[:, None] * D + d[None, :], (mix / total[:, None]).to(out.dtype.element_ty), mask=write)
     else:
         row += part.to(tl.int64) * queries * HEADS
         tl.store(out + row[:, None] * D + d[None, :], mix, mask=write)
-        tl.store(most_out + row, most, mask=here)
+        tl.store(most_out + row, most * scale, mask=here)
         tl.store(sum_out + row, total, mask=here)
 
 

@@ -11,48 +11,51 @@ import triton.language as tl
 from qforge.ops.triton.device.parts import finish
 
 # lop3 0xea is (a & b) | c: a nibble becomes the low mantissa bits of 1024 (fp16) or 128 (bf16), from which -(1024 + zero) or -(128 + zero) is then added, exactly.
-# fma by one instead of add in bf16, because sm_80 has no bf16x2 addition.
-_HALF = """{ .reg .b32 t, h;
-lop3.b32 h, $8, 0x000f000f, 0x64006400, 0xea; add.rn.f16x2 h, h, $9; mov.b32 {$0, $1}, h;
-shr.b32 t, $8, 4; lop3.b32 h, t, 0x000f000f, 0x64006400, 0xea; add.rn.f16x2 h, h, $9; mov.b32 {$2, $3}, h;
-shr.b32 t, $8, 8; lop3.b32 h, t, 0x000f000f, 0x64006400, 0xea; add.rn.f16x2 h, h, $9; mov.b32 {$4, $5}, h;
-shr.b32 t, $8, 12; lop3.b32 h, t, 0x000f000f, 0x64006400, 0xea; add.rn.f16x2 h, h, $9; mov.b32 {$6, $7}, h; }"""
-_BF16 = """{ .reg .b32 t, h, one;
+# fma by one instead of add in bf16, because sm_80 has no bf16x2 addition. $8 and $9 are two neighbours, words 2 c and 2 c + 1 of a row; $10 is their zero points.
+_HALF = """{ .reg .b32 t;
+lop3.b32 t, $8, 0x000f000f, 0x64006400, 0xea; add.rn.f16x2 $0, t, $10;
+shr.b32 t, $8, 4; lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; add.rn.f16x2 $1, t, $10;
+shr.b32 t, $8, 8; lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; add.rn.f16x2 $2, t, $10;
+shr.b32 t, $8, 12; lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; add.rn.f16x2 $3, t, $10;
+lop3.b32 t, $9, 0x000f000f, 0x64006400, 0xea; add.rn.f16x2 $4, t, $10;
+shr.b32 t, $9, 4; lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; add.rn.f16x2 $5, t, $10;
+shr.b32 t, $9, 8; lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; add.rn.f16x2 $6, t, $10;
+shr.b32 t, $9, 12; lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; add.rn.f16x2 $7, t, $10; }"""
+_BF16 = """{ .reg .b32 t, one;
 mov.b32 one, 0x3f803f80;
-lop3.b32 h, $8, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 h, h, one, $9; mov.b32 {$0, $1}, h;
-shr.b32 t, $8, 4; lop3.b32 h, t, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 h, h, one, $9; mov.b32 {$2, $3}, h;
-shr.b32 t, $8, 8; lop3.b32 h, t, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 h, h, one, $9; mov.b32 {$4, $5}, h;
-shr.b32 t, $8, 12; lop3.b32 h, t, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 h, h, one, $9; mov.b32 {$6, $7}, h; }"""
+lop3.b32 t, $8, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 $0, t, one, $10;
+shr.b32 t, $8, 4; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 $1, t, one, $10;
+shr.b32 t, $8, 8; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 $2, t, one, $10;
+shr.b32 t, $8, 12; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 $3, t, one, $10;
+lop3.b32 t, $9, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 $4, t, one, $10;
+shr.b32 t, $9, 4; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 $5, t, one, $10;
+shr.b32 t, $9, 8; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 $6, t, one, $10;
+shr.b32 t, $9, 12; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 $7, t, one, $10; }"""
 HALF = tl.constexpr(_HALF)
 BF16 = tl.constexpr(_BF16)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-REGISTERS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r")
+REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r")
 
 
 @triton.jit
 def unpack(words, zeros, DTYPE: tl.constexpr):
     """Words `[N, 16]` int32 and their zero points `[N, 16]` (or broadcastable) int32 -> codes less zero points, eight of `[N, 16]` in DTYPE, 16 inputs each.
 
-    In plain Triton for the interpreter, which knows no assembly. There is nothing here but operations on single elements: so the compiler reads words as the tensor cores want
-    their operand, and codes never pass through shared memory.
+    There is nothing here but operations on single elements: so the compiler reads words as the tensor cores want their operand, and codes never pass through shared memory.
+    The assembly takes two neighbours at a time, as every layout has them in one thread (benchmarks/triton_budget.py looks).
     """
-    if not INTERPRETED:
-        if tl.float16 == DTYPE:
-            codes = tl.inline_asm_elementwise(HALF, REGISTERS, [words, (zeros | 0xE400) * 0x10001], dtype=(tl.float16,) * 8, is_pure=True, pack=1)
-        else:
-            codes = tl.inline_asm_elementwise(BF16, REGISTERS, [words, (zeros | 0xC300) * 0x10001], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
+    if tl.float16 == DTYPE:
+        codes = tl.inline_asm_elementwise(HALF, REGISTERS, [words, (zeros | 0xE400) * 0x10001], dtype=(tl.float16,) * 8, is_pure=True, pack=2)
     else:
-        codes = (
-            nibble(words, zeros, 0, DTYPE), nibble(words, zeros, 16, DTYPE), nibble(words, zeros, 4, DTYPE), nibble(words, zeros, 20, DTYPE),
-            nibble(words, zeros, 8, DTYPE), nibble(words, zeros, 24, DTYPE), nibble(words, zeros, 12, DTYPE), nibble(words, zeros, 28, DTYPE),
-        )  # fmt: skip
+        codes = tl.inline_asm_elementwise(BF16, REGISTERS, [words, (zeros | 0xC300) * 0x10001], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
     return codes
 
 
 @triton.jit
-def nibble(words, zeros, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
-    """The codes that lie SHIFT bits up, less zero points."""
-    return (((words >> SHIFT) & 15) - zeros).to(tl.float32).to(DTYPE)
+def nibble(words, zeros, J: tl.constexpr, DTYPE: tl.constexpr):
+    """The J-th of `unpack` in plain Triton, for the interpreter, which knows no assembly: from words that have the pair's half in the place of both."""
+    shift = J % 4 * 4 + tl.arange(0, 16) % 2 * 16
+    return (((words >> shift[None, :]) & 15) - zeros[:, None]).to(tl.float32).to(DTYPE)
 
 
 @triton.jit
@@ -87,9 +90,9 @@ def of_group(values, k, row, n_rows, GROUP: tl.constexpr):
 def w4_gemm(
     x, words, scales, zeros, bias, y, parts, turns, m_rows, n_rows, k_columns, k_steps, steps,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """y = x w^T + bias, with SPLIT in parts of `steps` steps of 128 inputs (`finish`).
+    """y = x w^T + bias, with SPLIT in parts of `steps` steps of 128 inputs (`finish`). STEPS: so many are computed side by side.
 
     GROUP: inputs that share a scale, 0 for a whole row; RUN: how many of them stand together in a step, 16 to 128.
     x `[M, K]`, words `[k_steps, N, 16]`, scales `[G, N]`, zeros `[G, N]` uint8, y `[M, N]`. Grid: (tiles of N, tiles of M, S).
@@ -107,7 +110,7 @@ def w4_gemm(
     at_x = x + token.to(tl.int64)[None, :] * k_columns + rk[:, None]
     if GROUP > 0:
         ahead = of_runs(scales, tl.minimum(first, k_steps - 1), row, n_rows, GROUP, 128 // RUN)
-    for step in range(first, last):
+    for step in tl.range(first, last, loop_unroll_factor=STEPS):
         if GROUP > 0:  # a step before they are needed: nothing else would hide how long they take to come
             of_scales = ahead
             ahead = of_runs(scales, tl.minimum(step + 1, last - 1), row, n_rows, GROUP, 128 // RUN)
@@ -118,12 +121,15 @@ def w4_gemm(
         for j in tl.static_range(8):
             if j * 16 % RUN == 0:
                 z = of_zeros[j * 16 // RUN].to(tl.int32) if HAS_ZEROS else tl.full((BN,), 8, tl.int32)
-                codes = unpack(w, tl.broadcast_to(z[:, None], (BN, 16)), dtype)
+                if not INTERPRETED:
+                    codes = unpack(w, tl.broadcast_to(z[:, None], (BN, 16)), dtype)
             k = step * 128 + j * 16
             a = tl.load(at_x + k) if EVEN_K else tl.load(at_x + k, mask=(k + rk < k_columns)[:, None], other=0.0)
-            c = codes[j]
             if INTERPRETED:  # its product of bf16 is wrong
-                c, a = c.to(tl.float32), a.to(tl.float32)
+                half = words + step * n_rows * 16 + row[:, None] * 16 + (rk // 2 * 2 + j // 4)[None, :]
+                c, a = nibble(tl.load(half), z, j, dtype).to(tl.float32), a.to(tl.float32)
+            else:
+                c = codes[j]
             if GROUP == 0:
                 total = tl.dot(c, a, total)
             else:
@@ -133,3 +139,27 @@ def w4_gemm(
     if GROUP == 0:
         total *= tl.load(scales + row).to(tl.float32)[:, None]
     finish(total, rn, rm, bias, y, parts, turns, m_rows, n_rows, HAS_BIAS, SPLIT)
+
+
+@triton.jit
+def w4_dense(
+    words, scales, zeros, y, first, n_rows, k_columns, y_rows,
+    HAS_ZEROS: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, EVEN_K: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """y `[y_rows, K]` = the weights of the outputs from `first` on, in y's type. Words, scales and zeros as `w4_gemm` has them. Grid: (steps, tiles of outputs)."""
+    dtype: tl.constexpr = y.dtype.element_ty
+    step, rn, rk = tl.program_id(0), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, 16)
+    row = tl.where(rn < y_rows, first + rn, 0)
+    w = tl.load(words + step * n_rows * 16 + row[:, None] * 16 + rk[None, :])
+    for j in tl.static_range(8):
+        if j * 16 % RUN == 0:
+            g = (step * 128 + j * 16) // GROUP if GROUP > 0 else 0
+            s = tl.load(scales + g * n_rows + row).to(tl.float32)
+            z = tl.load(zeros + g * n_rows + row).to(tl.int32) if HAS_ZEROS else tl.full((BN,), 8, tl.int32)
+            if not INTERPRETED:
+                codes = unpack(w, tl.broadcast_to(z[:, None], (BN, 16)), dtype)
+        half = words + step * n_rows * 16 + row[:, None] * 16 + (rk // 2 * 2 + j // 4)[None, :]
+        c = nibble(tl.load(half), z, j, dtype) if INTERPRETED else codes[j]
+        k = step * 128 + j * 16 + rk
+        inside = (rn < y_rows)[:, None] if EVEN_K else (rn < y_rows)[:, None] & (k < k_columns)[None, :]
+        tl.store(y + rn.to(tl.int64)[:, None] * k_columns + k[None, :], (c.to(tl.float32) * s[:, None]).to(dtype), mask=inside)

@@ -22,6 +22,8 @@ def cases() -> Iterator[tuple[str, Callable[[], tuple[float, float]]]]:
         for rows, shape in ((1, (1000, 1152)), (1, (77, 128)), (2, (333, 640)), (17, (4100, 1024)), (33, (130, 2048)), (65, (257, 384)), (129, (1000, 1152)), (300, (515, 256))):
             for dtype in (H, B):
                 yield f"{text}, {rows} x {shape}, {dtype}", lambda t=text, r=rows, s=shape, d=dtype: linear_case(t, r, s, d, DEVICE, bias=True)
+    for rows in (3, 40, 200):
+        yield f"int4-g16-asym, {rows} rows", lambda r=rows: linear_case("int4-g16-asym", r, (260, 1040), B, DEVICE, bias=True)
     yield "shuffled groups", lambda: linear_case("int4-g128-asym", 5, (500, 1024), H, DEVICE, shuffled=True)
     for text in ("int8-channel-sym+int8-token", "fp8-e4m3-channel+fp8-e4m3-token", "fp8-e4m3-block128+fp8-e4m3-g128"):
         if text.startswith("int8") or float8:

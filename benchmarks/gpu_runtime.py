@@ -4,7 +4,7 @@ python benchmarks/gpu_runtime.py [--models 1B 8B] [--out benchmarks/results/gpu-
 
 Models have the shapes of Llama 3.2 1B and Llama 3.1 8B and random weights: int4-g128 (and bf16) here, bf16 for transformers. Decoding: the median step of so many sequences after
 128 tokens each, scheduling and sampling included, with and without recorded steps. Throughput: 64 requests of mixed lengths, tokens that were asked for by the second; transformers
-takes them one by one (the first 8 of them) and all in one padded batch, which goes on until the longest is done.
+takes them one by one (the first 4 of them) and all in one padded batch, which goes on until the longest is done.
 Exit code 3 where there is no GPU or no Triton.
 """
 
@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BLOCK, CONTEXT, PROMPT, STEPS = 16, 1024, 128, 48
 BATCHES = (1, 8, 32, 64)
 SCHEMES = ("int4-g128-sym", "none")
-REQUESTS, ALONE = 64, 8
+REQUESTS, ALONE = 64, 4
 LENGTHS = (32, 256)  # tokens of a prompt, and of its continuation: from, to
 
 

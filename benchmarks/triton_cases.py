@@ -58,6 +58,8 @@ def linear_case(text: str, rows: int, shape: tuple[int, int], dtype: torch.dtype
     assert kernel.supports(q.scheme, shape, device) is None
     packed = kernel.prepack(q.to(device))
     y = kernel.run(x.to(device), packed) if tile is None else w4_linear(x.to(device), packed, tile)
+    again = kernel.run(x.to(device), packed) if tile is None else w4_linear(x.to(device), packed, tile)
+    assert torch.equal(y, again), "the same product gave other bits"  # parts are added in one order, and counters are left as they were
     assert y.dtype == dtype
     assert y.shape == (rows, shape[0])
     return error(y, product64(x, q)), 2 * EPS.get(dtype, EPS[torch.bfloat16])

@@ -36,7 +36,7 @@ def w4_linear(x: torch.Tensor, w: W4, tile: Tile | None = None) -> torch.Tensor:
         w4_gemm[_grid(tile, len(x), w.out_features, parts)](
             x, w.words, w.scales, w.zeros, w.bias, y, sums, w.turns, len(x), w.out_features, w.in_features, w.steps, -(-w.steps // parts),
             **constants_w4(_group(w), w.zeros is not None), HAS_BIAS=w.bias is not None, SPLIT=parts > 1, EVEN_K=w.in_features == w.steps * STEP,
-            BM=tile.m, BN=tile.n, STEPS=tile.k // STEP, num_warps=tile.warps, num_stages=tile.stages,
+            BM=tile.m, BN=tile.n, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
     return _in_parts(product, x, tile, w.out_features, w.steps * STEP, x.dtype)

@@ -23,7 +23,7 @@ from qforge.types import ModelSpec
 
 ROWS = (1, 4, 16, 32, 64, 128, 256)
 _GAIN = 0.98  # of the best time, which a faster tile must stay under: less is noise
-_RANGES = {"m": (16, 128), "n": (16, 256), "k": (32, 512), "warps": (1, 8), "parts": (1, 32)}
+_RANGES = {"m": (16, 128), "n": (16, 256), "k": (32, 256), "warps": (1, 8), "parts": (1, 32)}
 _MOST_STAGES = 6
 Timer = Callable[[Tile], float]
 
@@ -96,7 +96,7 @@ def refusal_of(product: Product, rows: int, capability: int) -> Callable[[Tile],
             return f"{tile.m} rows for {rows}"
         if product.kernel != "w4" and any(g % tile.k for g in (product.group, product.input_group) if g):
             return f"steps of {tile.k} inputs cross groups"
-        if product.kernel == "w4" and tile.k % STEP:
+        if product.kernel == "w4" and tile.k != STEP:
             return f"weights are packed for steps of {STEP} inputs"
         try:
             cost = _compiled(replace(product, outputs=0, inputs=0), tile, capability)

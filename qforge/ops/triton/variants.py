@@ -7,7 +7,6 @@ from typing import Any
 from qforge.ops.triton.offline import Variant
 from qforge.ops.triton.products import constants_w4
 from qforge.ops.triton.tiles import Tile
-from qforge.ops.triton.w4_pack import STEP
 
 TYPES = {"fp16": "*fp16", "bf16": "*bf16", "int8": "*i8", "fp8": "*fp8e4nv"}  # in Triton's notation
 LIMIT = {"int8": 127.5, "fp8": 448.0}
@@ -30,7 +29,7 @@ def w4_variant(name: str, tile: Tile, kind: str, group: int, zeros: bool, split:
     from qforge.ops.triton.device import w4
 
     x = TYPES[kind]
-    constants = {**constants_w4(group, zeros), "HAS_BIAS": bias, "EVEN_K": True, "SPLIT": split, "BM": tile.m, "BN": tile.n, "STEPS": tile.k // STEP}
+    constants = {**constants_w4(group, zeros), "HAS_BIAS": bias, "EVEN_K": True, "SPLIT": split, "BM": tile.m, "BN": tile.n}
     return variant(name, w4.w4_gemm, tile, constants, matrix=True, x=x, y=x, scales="*fp16")
 
 

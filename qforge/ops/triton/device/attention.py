@@ -50,12 +50,13 @@ def paged_attention(
     most = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     mix = tl.zeros((BM, DP), tl.float32)
+    table = tables + s * table_stride
+    ahead = tl.load(table + tl.minimum(begin + tl.arange(0, TILE), length - 1) // PAGE)
     for p0 in range(begin, end, TILE):
         p = p0 + tl.arange(0, TILE)
-        here_p = tl.minimum(p, end - 1)  # beyond the end the last one again, which nobody sees there
-        page = tl.load(tables + s * table_stride + here_p // PAGE)
-        page = page.to(tl.int64) if LARGE else page
-        at = (page * PAGE + here_p % PAGE) * CACHE_HEADS + c
+        page = ahead.to(tl.int64) if LARGE else ahead
+        ahead = tl.load(table + tl.minimum(p + TILE, length - 1) // PAGE)  # a step before they are needed: keys and values wait for them
+        at = (page * PAGE + tl.minimum(p, length - 1) % PAGE) * CACHE_HEADS + c  # beyond the end the last one again, which nobody sees there
         if D == DP:
             k, v = tl.load(keys + at[None, :] * D + d[:, None]), tl.load(values + at[:, None] * D + d[None, :])
         else:

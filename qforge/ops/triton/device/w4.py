@@ -90,9 +90,9 @@ def of_group(values, k, row, n_rows, GROUP: tl.constexpr):
 def w4_gemm(
     x, words, scales, zeros, bias, y, parts, turns, m_rows, n_rows, k_columns, k_steps, steps,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """y = x w^T + bias, with SPLIT in parts of `steps` steps of 128 inputs (`finish`). STEPS: so many are computed side by side.
+    """y = x w^T + bias, with SPLIT in parts of `steps` steps of 128 inputs (`finish`).
 
     GROUP: inputs that share a scale, 0 for a whole row; RUN: how many of them stand together in a step, 16 to 128.
     x `[M, K]`, words `[k_steps, N, 16]`, scales `[G, N]`, zeros `[G, N]` uint8, y `[M, N]`. Grid: (tiles of N, tiles of M, S).
@@ -110,7 +110,7 @@ def w4_gemm(
     at_x = x + token.to(tl.int64)[None, :] * k_columns + rk[:, None]
     if GROUP > 0:
         ahead = of_runs(scales, tl.minimum(first, k_steps - 1), row, n_rows, GROUP, 128 // RUN)
-    for step in tl.range(first, last, loop_unroll_factor=STEPS):
+    for step in range(first, last):
         if GROUP > 0:  # a step before they are needed: nothing else would hide how long they take to come
             of_scales = ahead
             ahead = of_runs(scales, tl.minimum(step + 1, last - 1), row, n_rows, GROUP, 128 // RUN)

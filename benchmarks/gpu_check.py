@@ -65,7 +65,7 @@ def rounded(scheme: str) -> dict[str, Any]:
 
 def calibrated(method: str, scheme: str) -> dict[str, Any]:
     """A method's row of gpu_quantize."""
-    return next(gpu_quantize.methods(_card, gpu_quantize.Shape(), ((method, scheme),)))
+    return next(gpu_quantize.methods(_card, gpu_quantize.Shape(layers=2, windows=8, steps=25), ((method, scheme),)))
 
 
 def _card() -> AbstractContextManager[Any]:
@@ -114,9 +114,9 @@ def crew(quick: bool, models: Sequence[str]) -> Crew:
     """Everything that is not timed."""
     shapes = SHAPES[: 1 if quick else 3]
     return Crew({
+        "quantization": [*((calibrated, each) for each in reversed(gpu_quantize.CALIBRATED)), *((rounded, (scheme,)) for scheme in gpu_quantize.ROUNDED)],
         "cases": [(check, (name,)) for name, _ in cases()],
         "sanitizer": [(watched_by, (tool,)) for tool in gpu_sanitize.TOOLS] if gpu_sanitize.tool() else [],
-        "quantization": [*((calibrated, each) for each in reversed(gpu_quantize.CALIBRATED)), *((rounded, (scheme,)) for scheme in gpu_quantize.ROUNDED)],
         "warm": [
             *((warm, ("products", *shape, rows, not quick)) for shape in shapes for rows in ROWS), *((warm, ("attention", i)) for i in range(len(CONTEXTS))),
             (warm, ("sampling",)), *((warm, ("runtime", name)) for name in models),

@@ -45,6 +45,8 @@ from qforge.ops.triton.timing import COLD_BYTES, microseconds
 from qforge.ops.triton.tune import neighbours, random_weight
 from qforge.ops.triton.tuned import Product
 from qforge.ops.triton.w4_pack import W4
+from qforge.runtime.decode_graphs import cuda_capture
+from qforge.runtime.places import Gpu
 from qforge.scheme import parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,7 +104,7 @@ def _warm_products(outputs: int, inputs: int, rows: int, every_tile: bool) -> No
 def _warm_runtime(name: str) -> None:
     """A model of this one's widths with one layer."""
     shape = replace(gpu_runtime.SHAPES[name], layers=1)
-    list(gpu_runtime.ours(name, gpu_runtime.Gpu(torch.device(DEVICE, 0), B), gpu_runtime.cuda_capture, shape, (False,)))
+    list(gpu_runtime.ours(name, Gpu(torch.device(DEVICE, 0), B), cuda_capture, shape, (False,)))
 
 
 _WARM: dict[str, Callable[..., Any]] = {

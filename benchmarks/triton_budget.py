@@ -25,8 +25,9 @@ from typing import Any
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 from qforge.ops.triton import tiles
-from qforge.ops.triton.device import attention, pointwise, sampling, w8
+from qforge.ops.triton.device import attention, pointwise, sampling, w4, w8
 from qforge.ops.triton.offline import SHARED_MEMORY, Cost, Variant, compile_for, cost_table
+from qforge.ops.triton.products import DENSE_TILE, constants_w4
 from qforge.ops.triton.sampling import BLOCK, CHOICE_WARPS, CHUNK, FEWEST
 from qforge.ops.triton.tiles import Tile
 from qforge.ops.triton.variants import LIMIT, TYPES, variant, w4_variant, w8_variant
@@ -51,6 +52,8 @@ def _w4(of: int) -> Iterator[Variant]:
         for most, tile in tiles.W4_GEMM[of]:
             for split in (False, True) if tile.parts > 1 else (False,):
                 yield w4_variant(f"w4 {most} rows{' in parts' if split else ''}, {name}", tile, kind, group, zeros, split)
+        dense = {**constants_w4(group, zeros), "EVEN_K": True, "BN": DENSE_TILE}
+        yield variant(f"w4 to 16 bits, {name}", w4.w4_dense, Tile(1, DENSE_TILE, 128, 4, 1), dense, y=TYPES[kind], scales="*fp16")
     yield w4_variant("w4 16 rows, bf16 g128 bias", tiles.W4_GEMM[of][0][1], "bf16", 128, False, False, bias=True)
 
 
@@ -115,6 +118,7 @@ def broken(v: Variant, cost: Cost, target: int) -> list[str]:
     """Which rules a variant breaks, in words."""
     rules = {
         f"{cost.local} bytes or instructions of local memory": cost.local == 0,
+        f"{cost.torn} pieces of assembly whose pairs are no neighbours": cost.torn == 0,
         f"{cost.shared} bytes of shared memory": cost.shared <= SHARED_MEMORY[target],
         "no tensor-core instruction": cost.matrix > 0 or not v.tensor_cores,
         "no 16-byte load": cost.wide > 0 or not v.name.startswith(("w4", "w8", "attention d", "attention p")),

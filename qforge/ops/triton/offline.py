@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Cost:
         matrix: tensor-core instructions.
         wide: loads from global memory of 16 bytes a thread; narrow: of fewer.
         conversions: from integers to floats.
+        torn: pieces of assembly that take neighbours of a row together and are given others.
     """
 
     registers: int
@@ -60,6 +61,7 @@ class Cost:
     wide: int
     narrow: int
     conversions: int
+    torn: int = 0
 
 
 def compile_for(variant: Variant, capability: int) -> Cost:
@@ -76,7 +78,22 @@ def compile_for(variant: Variant, capability: int) -> Cost:
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in plain and (signature[name][0] == "*" or signature[name] == "i32")}
     source = ASTSource(variant.kernel, signature, {(names.index(n),): v for n, v in variant.constants.items()}, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": variant.warps, "num_stages": variant.stages})
-    return read_cost(compiled.asm["cubin"], int(compiled.metadata.shared))
+    return replace(read_cost(compiled.asm["cubin"], int(compiled.metadata.shared)), torn=len(torn_pairs(compiled.asm["ttgir"])))
+
+
+def torn_pairs(ttgir: str) -> list[str]:
+    """Layouts with which assembly over two elements at a time gets elements that are no neighbours within a row. ttgir: Triton's last form that has layouts."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.M))
+    found = []
+    for used in re.findall(r"elementwise_inline_asm .*?packed_element = 2 : i32.*? : tensor<\d+x\d+xi32, (#\w+(?:\.\w+<\{.*?\}>)?)>", ttgir):
+        layout = layouts.get(used, used)
+        dot = re.search(r"dot_op<.*kWidth = (\d+)", layout)
+        blocked = re.search(r"blocked<\{sizePerThread = \[\d+, (\d+)\].*order = \[1, 0\]", layout)
+        linear = re.search(r"linear<\{register = \[\[0, 1\]", layout)
+        width = dot or blocked
+        if not (linear or (width and int(width[1]) % 2 == 0)):
+            found.append(layout)
+    return found
 
 
 def read_cost(cubin: bytes, shared: int) -> Cost:

@@ -20,7 +20,7 @@ from qforge.ops.triton.w8_pack import W8
 
 _DENSE_ROWS = 193  # from here on cuBLAS is faster over weights in 16 bits, the time to unpack them included
 _DENSE_BYTES = 128 << 20  # of weights in 16 bits at a time
-_DENSE_TILE = 64  # outputs of a block of threads
+DENSE_TILE = 64  # outputs of a block of threads
 
 
 def w4_linear(x: torch.Tensor, w: W4, tile: Tile | None = None) -> torch.Tensor:
@@ -48,13 +48,13 @@ def w4_multiplied_dense(x: torch.Tensor, w: W4, most_bytes: int = _DENSE_BYTES) 
 
     x = (x if w.order is None else x[:, w.order]).contiguous()
     y = x.new_empty((len(x), w.out_features))
-    outputs = min(w.out_features, max(_DENSE_TILE, most_bytes // (2 * w.in_features) // _DENSE_TILE * _DENSE_TILE))
+    outputs = min(w.out_features, max(DENSE_TILE, most_bytes // (2 * w.in_features) // DENSE_TILE * DENSE_TILE))
     weight = x.new_empty((outputs, w.in_features))
     for first in range(0, w.out_features, outputs):
         count = min(outputs, w.out_features - first)
-        w4_dense[(w.steps, -(-count // _DENSE_TILE))](
+        w4_dense[(w.steps, -(-count // DENSE_TILE))](
             w.words, w.scales, w.zeros, weight, first, w.out_features, w.in_features, count,
-            **constants_w4(_group(w), w.zeros is not None), EVEN_K=w.in_features == w.steps * STEP, BN=_DENSE_TILE, num_warps=4,
+            **constants_w4(_group(w), w.zeros is not None), EVEN_K=w.in_features == w.steps * STEP, BN=DENSE_TILE, num_warps=4,
         )  # fmt: skip
         torch.matmul(x, weight[:count].T, out=y[:, first : first + count])
     return y if w.bias is None else y + w.bias.to(y.dtype)

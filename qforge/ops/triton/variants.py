@@ -10,7 +10,9 @@ from qforge.ops.triton.tiles import Tile
 
 TYPES = {"fp16": "*fp16", "bf16": "*bf16", "int8": "*i8", "fp8": "*fp8e4nv"}  # in Triton's notation
 LIMIT = {"int8": 127.5, "fp8": 448.0}
-_INTEGERS = ("m_rows", "n_rows", "k_columns", "k_steps", "k_part", "steps", "span", "columns", "queries", "table_stride", "window", "rows", "vocabulary", "chunks")
+_INTEGERS = (
+    "m_rows", "n_rows", "k_columns", "k_steps", "first", "y_rows", "k_part", "steps", "span", "columns", "queries", "table_stride", "window", "rows", "vocabulary", "chunks",
+)  # fmt: skip
 _POINTERS = {
     "words": "*i32", "zeros": "*u8", "bias": "*fp32", "input_scales": "*fp32", "parts": "*fp32", "turns": "*i32", "key_scales": "*fp32", "value_scales": "*fp32", "tables": "*i32",
     "starts": "*i32", "lengths": "*i32", "most_out": "*fp32", "sum_out": "*fp32", "most_in": "*fp32", "sum_in": "*fp32", "cosines": "*fp32", "sines": "*fp32",

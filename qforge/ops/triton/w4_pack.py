@@ -101,7 +101,8 @@ def unpack_words(words: torch.Tensor) -> torch.Tensor:
     """`[S, O, 16]` int32 -> codes `[O, P]` uint8; undoes `pack_words`."""
     pairs = words.unflatten(2, (-1, 2))[..., None, None]  # [S, O, pair, half, 1, 1]
     shifts = torch.arange(0, 16, 4, device=words.device)[:, None] + torch.tensor([0, 16], device=words.device)  # [j % 4, neighbour]
-    return ((pairs >> shifts) & 15).permute(1, 0, 3, 4, 2, 5).flatten(1).to(torch.uint8)
+    codes: torch.Tensor = (pairs >> shifts) & 15
+    return codes.permute(1, 0, 3, 4, 2, 5).flatten(1).to(torch.uint8)
 
 
 def unpack_w4(w: W4, symmetry: Symmetry) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

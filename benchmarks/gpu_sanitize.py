@@ -33,9 +33,10 @@ def small(device: str) -> dict[str, Callable[[], tuple[float, float]]]:
     return {
         "w4 row": lambda: linear_case("int4-channel-asym", 1, (20, 72), H, device),
         "w4 rows": lambda: linear_case("int4-g32-asym", 17, (70, 96), B, device, bias=True),
-        "w4 parts": lambda: linear_case("int4-g32-asym", 2, (40, 512), B, device, bias=True, tile=Tile(16, 32, 32, 4, 2, 4)),
-        "w8 within": lambda: linear_case("int8-channel-sym+int8-token", 3, (40, 72), H, device, bias=True),
-        "w8 before": lambda: linear_case("int8-channel-sym+int8-token", 9, (40, 300), B, device),
+        "w4 parts": lambda: linear_case("int4-g32-asym", 2, (40, 512), B, device, bias=True, tile=Tile(16, 32, 128, 4, 2, 2)),
+        "w4 to 16 bits": lambda: linear_case("int4-g16-asym", 200, (70, 144), B, device, bias=True),
+        "w8": lambda: linear_case("int8-channel-sym+int8-token", 3, (40, 72), H, device, bias=True),
+        "w8 parts": lambda: linear_case("int8-channel-sym+int8-token", 9, (40, 1100), B, device),
         "rounding": lambda: rounding_case("int8-channel-sym+int8-g32", 3, 96, device),
         "attention": lambda: attention_case(H, device, **mixed),
         "attention, window, parts, int8 cache": lambda: attention_case(H, device, **mixed, window=16, parts=2, stored=INT8),

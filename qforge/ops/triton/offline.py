@@ -84,8 +84,9 @@ def compile_for(variant: Variant, capability: int) -> Cost:
 def torn_pairs(ttgir: str) -> list[str]:
     """Layouts with which assembly over two elements at a time gets elements that are no neighbours within a row. ttgir: Triton's last form that has layouts."""
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.M))
-    found = []
-    for used in re.findall(r"elementwise_inline_asm .*?packed_element = 2 : i32.*? : tensor<\d+x\d+xi32, (#\w+(?:\.\w+<\{.*?\}>)?)>", ttgir):
+    pairs = re.findall(r"elementwise_inline_asm .*?packed_element = 2 : i32.*? : tensor<\d+x\d+xi32, (#\w+(?:\.\w+<\{.*?\}>)?)>", ttgir)
+    found = ["not understood"] * (ttgir.count("packed_element = 2 : i32") - len(pairs))
+    for used in pairs:
         layout = layouts.get(used, used)
         dot = re.search(r"dot_op<.*kWidth = (\d+)", layout)
         blocked = re.search(r"blocked<\{sizePerThread = \[\d+, (\d+)\].*order = \[1, 0\]", layout)

@@ -18,7 +18,7 @@ from qforge.ops.triton.tuned import Product
 from qforge.ops.triton.w4_pack import STEP, W4, longest_step
 from qforge.ops.triton.w8_pack import W8
 
-_DENSE_ROWS = 193  # from here on cuBLAS is faster over weights in 16 bits, the time to unpack them included
+DENSE_ROWS = 193  # from here on cuBLAS is faster over weights in 16 bits, the time to unpack them included (on an H200)
 _DENSE_BYTES = 128 << 20  # of weights in 16 bits at a time
 DENSE_TILE = 64  # outputs of a block of threads
 
@@ -27,7 +27,7 @@ def w4_linear(x: torch.Tensor, w: W4, tile: Tile | None = None) -> torch.Tensor:
     """`x [M, K]` fp16 or bf16 -> `[M, N]`, its dtype; with this tile, or the shipped one."""
     from qforge.ops.triton.device.w4 import w4_gemm
 
-    if tile is None and len(x) >= _DENSE_ROWS:
+    if tile is None and len(x) >= DENSE_ROWS:
         return w4_multiplied_dense(x, w)
     x = (x if w.order is None else x[:, w.order]).contiguous()
     tile = tile or tuned.find(x.device, _product_w4(w), len(x)) or tiles.tile_for(tiles.W4_GEMM[tiles.device_class(capability(x.device))], len(x))
@@ -43,7 +43,10 @@ def w4_linear(x: torch.Tensor, w: W4, tile: Tile | None = None) -> torch.Tensor:
 
 
 def w4_multiplied_dense(x: torch.Tensor, w: W4, most_bytes: int = _DENSE_BYTES) -> torch.Tensor:
-    """As `w4_linear`, by cuBLAS over weights in x's type, some outputs after the others: what so many rows cost is the product, and little of it to unpack before."""
+    """As `w4_linear`, by cuBLAS over weights in x's type, some outputs after the others: what so many rows cost is the product, and little of it to unpack before.
+
+    Weights, and the bias, are rounded to x's type.
+    """
     from qforge.ops.triton.device.w4 import w4_dense
 
     x = (x if w.order is None else x[:, w.order]).contiguous()

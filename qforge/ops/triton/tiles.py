@@ -1,8 +1,8 @@
 """The shipped configurations: how a product is cut up, by class of device and number of rows.
 
 A class is the smallest capability that its tiles are made for: 80 (and every later card with 99 KiB of shared memory a block: 86, 89, 120), 90, 100.
-Each was compiled and held to the budget of benchmarks/results/triton-budget.md. Those of 90 were the fastest of many on an H200 (docs/log.md); the others have not been timed:
-choose by time with `qforge bench MODEL --tune` where such a GPU is at hand.
+Each was compiled and held to the budget of benchmarks/results/triton-budget.md. Those of 90 for INT4, for INT8 with a scale a row, and for attention with heads of 128 were the
+fastest of many on an H200 (docs/log.md). The others have not been timed: choose by time with `qforge bench MODEL --tune` where such a GPU is at hand.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CLASSES = (80, 90, 100)
 
 W4_GEMM: dict[int, Table] = {  # steps of 128 inputs, as weights are packed
     80: ((16, Tile(16, 64, 128, 4, 4, 8)), (32, Tile(32, 64, 128, 4, 3, 8)), (64, Tile(64, 64, 128, 4, 3, 4)), (256, Tile(64, 128, 128, 8, 3, 2))),
-    90: ((16, Tile(16, 128, 128, 4, 3, 8)), (64, Tile(32, 128, 128, 4, 3, 4)), (256, Tile(64, 128, 128, 8, 4, 4))),
+    90: ((16, Tile(16, 128, 128, 4, 3, 8)), (256, Tile(32, 128, 128, 4, 3, 4))),
     100: ((16, Tile(16, 128, 128, 4, 3, 8)), (64, Tile(32, 128, 128, 4, 3, 4)), (256, Tile(64, 128, 128, 4, 3, 4))),
 }
 W8_GEMM: dict[int, Table] = {
@@ -64,7 +64,7 @@ WIDE_DECODE, WIDE_PROMPT = Tile(16, 32, 0, 4, 2), Tile(64, 32, 0, 8, 1)
 WIDE_DECODE_8BIT, WIDE_PROMPT_8BIT = Tile(16, 16, 0, 4, 2), Tile(64, 16, 0, 8, 1)
 _WIDE = 128
 _FEW_ROWS, _LONG = 32, 2048  # rows of a tile, inputs of a part
-_TURNS = 1024  # more tiles than any GPU has processors twice: so many are not cut into parts
+_TURNS = 1024  # tiles of a product that is cut into parts
 LARGE_SHARED = (90, 100, 103)  # capabilities with 227 KiB of shared memory a block
 
 
@@ -88,12 +88,12 @@ def attention_tile(of: int, size: int, queries: int, eight_bits: bool) -> Tile:
 
 
 def parts_of(tile: Tile, rows: int, outputs: int, inputs: int, processors: int) -> int:
-    """In how many parts K is cut: a power of two, doubled while every part keeps two steps and there is too little for all processors to do.
+    """In how many parts K is cut: a power of two, doubled while parts have two steps on average and there is too little for all processors to do.
 
     That is fewer than two blocks for each, or four where parts are long; one where a block has so many rows that its products, not its loads, take the time.
     """
     blocks, parts = -(-rows // tile.m) * -(-outputs // tile.n), 1
-    while parts < tile.parts and inputs >= 4 * parts * tile.k:
+    while parts < tile.parts and inputs >= 4 * parts * tile.k and blocks <= _TURNS:
         each = 1 if tile.m > _FEW_ROWS else 4 if inputs >= 2 * parts * _LONG else 2
         if blocks * parts >= each * processors:
             break

@@ -11,7 +11,7 @@ import torch
 from qforge.ops.triton import tiles
 from qforge.ops.triton.linear import TritonW4, TritonW8
 from qforge.ops.triton.offline import SHARED_MEMORY, Cost, Variant, compile_for
-from qforge.ops.triton.products import w4_linear, w8_linear
+from qforge.ops.triton.products import DENSE_ROWS, w4_linear, w8_linear
 from qforge.ops.triton.tiles import Tile
 from qforge.ops.triton.timing import COLD_BYTES, microseconds
 from qforge.ops.triton.tuned import Product, Tuned
@@ -21,7 +21,7 @@ from qforge.ops.triton.w8_pack import W8
 from qforge.scheme import Number, Per, Scheme
 from qforge.types import ModelSpec
 
-ROWS = (1, 4, 16, 32, 64, 128, 256)
+ROWS = (1, 4, 16, 32, 64, 128, 192, 256)
 _GAIN = 0.98  # of the best time, which a faster tile must stay under: less is noise
 _RANGES = {"m": (16, 128), "n": (16, 256), "k": (32, 256), "warps": (1, 8), "parts": (1, 32)}
 _MOST_STAGES = 6
@@ -104,6 +104,8 @@ def refusal_of(product: Product, rows: int, capability: int) -> Callable[[Tile],
             return f"does not compile: {type(e).__name__}"
         if cost.local:
             return f"{cost.local} bytes or instructions of spilled registers"
+        if cost.torn:
+            return "its assembly would get other words than neighbours"
         return f"{cost.shared} bytes of shared memory" if cost.shared > shared else None
 
     return refusal
@@ -163,7 +165,7 @@ def tune(products: Iterable[Product], capability: int, timer_of: Callable[[Produ
     """
     counts, found = list(rows), []
     for product in products:
-        for n in counts:
+        for n in counts if product.kernel != "w4" else [n for n in counts if n < DENSE_ROWS]:
             starts, timer = starts_of(product, n, capability), timer_of(product, n)
             outcome = search(starts, refusal_of(product, n, capability), timer)
             found.append(Tuned(product, n, outcome.tile, outcome.microseconds, outcome.tried.get(starts[0], outcome.microseconds)))

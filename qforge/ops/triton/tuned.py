@@ -18,7 +18,7 @@ from qforge.files import cache_folder, write_text
 from qforge.ops.triton.present import interpreted
 from qforge.ops.triton.tiles import Tile
 
-_FORMAT = 1
+_FORMAT = 2  # 1: 4-bit weights had a kernel for one row, and tiles of it
 _log = logging.getLogger(__name__)
 
 

@@ -32,12 +32,12 @@ def _nothing_compiled() -> None:
 
 def _w4(text: str, rows: int = 3, bias: bool = True, shuffled: bool = False) -> tuple[Any, ...]:
     w = TritonW4().prepack(quantized(text, (24, 96), bias=bias, shuffled=shuffled))
-    return torch.randn(rows, 96).half(), w.words, w.scales, w.zeros, w.order, w.bias, w.in_features, w.group
+    return torch.randn(rows, 96).half(), w.words, w.scales, w.zeros, w.order, w.bias, w.in_features, w.group, w.turns
 
 
 def _w8(text: str) -> tuple[Any, ...]:
     w = TritonW8().prepack(quantized(text, (130, 256), bias=True))
-    return torch.randn(2, 256).half(), w.codes, w.scales, w.bias, w.group, w.input_group, w.limit
+    return torch.randn(2, 256).half(), w.codes, w.scales, w.bias, w.group, w.input_group, w.limit, w.turns
 
 
 def _rope(stored: torch.dtype, norms: bool) -> tuple[Any, ...]:

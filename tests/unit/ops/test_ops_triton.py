@@ -205,12 +205,13 @@ def test_what_costs_more_than_the_budget_is_named(name: str, target: int, change
         ("#ttg.linear<{register = [[0, 1], [0, 2]], lane = [[1, 0]]}>", False), ("#ttg.linear<{register = [[0, 2], [0, 1]], lane = [[1, 0]]}>", True),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("named", [True, False])
-def test_assembly_that_would_get_others_than_neighbours_is_found(layout: str, torn: bool, named: bool) -> None:
-    used = "#there" if named else layout
-    operation = f'%w:8 = tt.elementwise_inline_asm "lop3" {{constraints = "=r", packed_element = 2 : i32}} %a, %b : tensor<64x16xi32, {used}>, tensor<64x16xi32, {used}> -> x'
-    if named or "dot_op" in layout:  # others have names always
-        assert torn_pairs(f"#there = {layout}\n{operation}\n") == ([layout] if torn else [])
+def test_assembly_that_would_get_others_than_neighbours_is_found(layout: str, torn: bool) -> None:
+    operation = '%w:8 = tt.elementwise_inline_asm "lop3" {constraints = "=r", packed_element = 2 : i32} %a, %b : tensor<64x16xi32, USED>, tensor<64x16xi32, USED> -> x\n'
+    named = f"#there = {layout}\n" + operation.replace("USED", "#there")
+    assert torn_pairs(named) == ([layout] if torn else [])
+    if "dot_op" in layout:  # which stands where it is used
+        assert torn_pairs(operation.replace("USED", layout)) == ([layout] if torn else [])
+    assert torn_pairs(named.replace("tensor<64x16xi32", "tensor<64xi32")) == ["not understood"]
 
 
 def test_a_kernel_is_compiled_and_read() -> None:

@@ -72,6 +72,7 @@ def test_neighbours_differ_in_one_number() -> None:
         (W4, 16, BEST, FREE, None),
         (W4, 16, BEST, replace(FREE, local=4), "spilled"),
         (W4, 16, BEST, replace(FREE, shared=SHARED_MEMORY[90] + 1), "shared memory"),
+        (W4, 16, BEST, replace(FREE, torn=1), "other words than neighbours"),
         (W4, 16, replace(BEST, m=32), FREE, "32 rows for 16"),
         (W4, 16, replace(BEST, k=64), FREE, "packed for steps of 128"),
         (Product("w8-fp8", 64, 256, 128, 128), 16, replace(BEST, k=256), FREE, "cross groups"),

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from qforge.ops.triton.products import DENSE_TILE, w4_multiplied_dense
 from qforge.ops.triton.tiles import Tile
+from qforge.ops.triton.w4_pack import pack_w4
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 import gpu_check
 import gpu_sanitize
-from triton_cases import Case, attention_case, compiled_case, linear_case, norm_case, rope_case, rounding_case, sampling_case, silu_case
+from triton_cases import EPS, Case, attention_case, compiled_case, error, linear_case, norm_case, product64, quantized, rope_case, rounding_case, sampling_case, silu_case
 
 H, B, INT8, FP8 = torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
 CASES: dict[str, Case] = {
@@ -29,17 +31,18 @@ CASES: dict[str, Case] = {
     "several rows, shuffled groups": lambda: linear_case("int4-g32-asym", 2, (24, 96), H, "cpu", shuffled=True),
     "several rows, K in parts": lambda: linear_case("int4-g32-asym", 2, (40, 512), B, "cpu", bias=True, tile=Tile(16, 32, 128, 4, 2, 2)),
     "several rows, K in uneven parts": lambda: linear_case("int4-g16-asym", 2, (40, 620 - 620 % 16), H, "cpu", bias=True, tile=Tile(16, 32, 128, 4, 2, 2)),
+    "many rows": lambda: linear_case("int4-g32-asym", 200, (40, 128), H, "cpu", bias=True),
     "fp32 input": lambda: linear_case("int4-g32-sym", 2, (24, 64), torch.float32, "cpu"),
-    "int8 rounded within the product": lambda: linear_case("int8-channel-sym+int8-token", 3, (40, 72), H, "cpu", bias=True),
-    "int8 rounded before the product": lambda: linear_case("int8-channel-sym+int8-token", 5, (40, 300), B, "cpu", bias=True),
+    "int8, three rows": lambda: linear_case("int8-channel-sym+int8-token", 3, (40, 72), H, "cpu", bias=True),
+    "int8, five rows, bf16": lambda: linear_case("int8-channel-sym+int8-token", 5, (40, 300), B, "cpu", bias=True),
     "int8 in parts": lambda: linear_case("int8-tensor-sym+int8-token", 2, (24, 1024), H, "cpu", bias=True),
     "int8 in uneven parts": lambda: linear_case("int8-channel-sym+int8-token", 5, (24, 640), H, "cpu"),
     "int8 groups": lambda: linear_case("int8-g64-sym+int8-token", 2, (24, 128), H, "cpu"),
     "int8 groups on both sides": lambda: linear_case("int8-g64-sym+int8-g128", 2, (24, 256), H, "cpu"),
-    "fp8 within the product": lambda: linear_case("fp8-e4m3-channel+fp8-e4m3-token", 3, (40, 72), H, "cpu"),
-    "fp8 before the product": lambda: linear_case("fp8-e4m3-tensor+fp8-e4m3-token", 7, (40, 72), B, "cpu"),
-    "fp8 blocks within": lambda: linear_case("fp8-e4m3-block128+fp8-e4m3-g128", 2, (140, 256), B, "cpu"),
-    "fp8 blocks before": lambda: linear_case("fp8-e4m3-block128+fp8-e4m3-g128", 6, (140, 256), H, "cpu"),
+    "fp8, three rows": lambda: linear_case("fp8-e4m3-channel+fp8-e4m3-token", 3, (40, 72), H, "cpu"),
+    "fp8, seven rows, a scale for the tensor": lambda: linear_case("fp8-e4m3-tensor+fp8-e4m3-token", 7, (40, 72), B, "cpu"),
+    "fp8 blocks, two rows": lambda: linear_case("fp8-e4m3-block128+fp8-e4m3-g128", 2, (140, 256), B, "cpu"),
+    "fp8 blocks, six rows": lambda: linear_case("fp8-e4m3-block128+fp8-e4m3-g128", 6, (140, 256), H, "cpu"),
     "rounding to int8": lambda: rounding_case("int8-channel-sym+int8-token", 3, 4200, "cpu"),
     "rounding to int8 groups": lambda: rounding_case("int8-channel-sym+int8-g32", 3, 96, "cpu"),
     "rounding to fp8": lambda: rounding_case("fp8-e4m3-channel+fp8-e4m3-token", 3, 72, "cpu"),
@@ -77,6 +80,14 @@ CASES: dict[str, Case] = {
 def test_kernel_agrees_with_fp64(case: Case) -> None:
     error, tolerance = case()
     assert error <= tolerance
+
+
+@pytest.mark.parametrize(("text", "shape"), [("int4-g48-asym", (150, 96)), ("int4-g16-sym", (130, 144)), ("int4-channel-asym", (70, 72))])
+def test_outputs_are_unpacked_some_after_the_others(text: str, shape: tuple[int, int]) -> None:
+    q = quantized(text, shape, bias=True)
+    x = torch.randn(5, shape[1], generator=torch.Generator().manual_seed(7)).half()
+    y = w4_multiplied_dense(x, pack_w4(q), 2 * shape[1] * DENSE_TILE)
+    assert error(y, product64(x, q)) < 2 * EPS[H]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -137,7 +148,8 @@ def test_gpu_check_says_which_claims_hold() -> None:
 @pytest.mark.parametrize(
     ("changed", "code"),
     [
-        ({}, 0), ({"unfinished": {"runtime": "late", "tiles": "late"}}, 0), ({"unfinished": {"cases": "late"}}, 1), ({"cases": []}, 1), ({"cases": [{"right": False}]}, 1),
+        ({}, 0), ({"unfinished": {"runtime": "late", "tiles": "late"}}, 0), ({"unfinished": {"cases": "late"}}, 1), ({"unfinished": {"sanitizer": "late"}}, 1),
+        ({"cases": []}, 1), ({"cases": [{"right": False}]}, 1),
         ({"quantization": [{"what": "gptq", "right": False}]}, 1), ({"sanitizer": [["memcheck", "ERROR"]]}, 1),
     ],
 )  # fmt: skip

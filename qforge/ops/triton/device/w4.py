@@ -2,7 +2,7 @@
 
 Letters: M rows of x, N outputs, K inputs, G groups of inputs (one scale each), S parts of K. Weights: `pack_w4` of qforge/ops/triton/w4_pack.py.
 
-Codes are exact in fp16 and bf16, and scales multiply fp32 sums of a group: the only roundings are those of fp32 sums and of the result.
+Codes are exact in fp16 and bf16, and in `w4_gemm` scales multiply fp32 sums of a group: the only roundings are those of fp32 sums and of the result.
 """
 
 import triton

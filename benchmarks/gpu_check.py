@@ -4,8 +4,8 @@ python benchmarks/gpu_check.py [--quick] [--models 1B] [--out benchmarks/results
 
 First every kernel over odd shapes against fp64, and under compute-sanitizer where that is found (benchmarks/gpu_sanitize.py); then products of 4- and 8-bit weights beside cuBLAS
 (fp16, bf16) and beside what memory and tensor cores allow (the ceilings are measured in the same run), attention and sampling beside torch's, quantization here and on the
-processor (benchmarks/gpu_quantize.py), every tile of the table for each number of rows, and at last the runtime (benchmarks/gpu_runtime.py). Weights are cold: copies that together
-exceed the cache. Times are medians, by CUDA events, within CUDA graphs.
+processor (benchmarks/gpu_quantize.py), every tile of the table for each number of rows, and at last the runtime (benchmarks/gpu_runtime.py). What is not timed runs
+in several processes at once (benchmarks/gpu_crew.py). Weights are cold: copies that together exceed the cache. Times are medians, by CUDA events, within CUDA graphs.
 Each part has its share of the time (benchmarks/gpu_sections.py): what is not done when it is up is left out and named, and tables are made of the rest.
 Exit codes: 0 all right; 1 a kernel or a rounding is wrong, the sanitizer found something, or not every case was run; 3 no GPU or no Triton here.
 """
@@ -76,7 +76,7 @@ def _card() -> AbstractContextManager[Any]:
 
 def watched_by(tool: str) -> tuple[str, str]:
     """What a tool of compute-sanitizer says."""
-    return next(gpu_sanitize.sanitized((tool,)), (tool, "not found"))
+    return next(gpu_sanitize.sanitized((tool,)))
 
 
 def warm(what: str, *how: Any) -> str:

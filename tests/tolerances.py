@@ -19,6 +19,6 @@ LAYERS = {"norm": 3e-7, "gate": 6e-7, "attention": 2e-6, "attention fp16": 2e-3,
 PERPLEXITY = {"fp": 2e-5, "int16": 5e-4, "int8": 5e-3, "bf16": 1e-3}
 PERPLEXITY_8_BITS = PERPLEXITY | {"int8": 1e-2}  # weights of 8 bits: .0054 was measured
 # The same with 16-bit activations and caches on a GPU, relative (Frobenius norms) to the reference decoder in fp32: by the type of keys and values
-GPU_LOGITS = {"fp16": 4e-3, "int8": 2e-2, "rounded activations": 5e-2}  # the last: on a processor, what goes through fp16 before it is rounded to int8 moves them by .029
+GPU_LOGITS = {"fp16": 4e-3, "int8": 2e-2, "rounded activations": 4e-2}  # the last: fp16 before int8 moves them by .029 on a processor; an H200 was .031 off
 # Logits of tiny seeded models (standard deviation about 2) against transformers in fp32, largest absolute difference
 LOGITS = 1e-4

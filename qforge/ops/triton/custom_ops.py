@@ -21,32 +21,15 @@ def _runs_plainly(x: torch.Tensor) -> bool:
 
 @custom_op("qforge::w4_linear", mutates_args=("turns",))
 def _w4(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    order: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    in_features: int,
-    group: int,
+    x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, order: torch.Tensor | None, bias: torch.Tensor | None, in_features: int, group: int,
     turns: torch.Tensor,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     w = W4(words, scales, zeros, order, bias, in_features, group, turns)
     return plain.w4_linear(x, w) if _runs_plainly(x) else products.w4_linear(x, w)
 
 
 @_w4.register_fake
-def _(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    order: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    in_features: int,
-    group: int,
-    turns: torch.Tensor,
-) -> torch.Tensor:
+def _(x: torch.Tensor, words: torch.Tensor, *rest: object) -> torch.Tensor:
     return x.new_empty((x.shape[0], words.shape[1]))
 
 
@@ -57,7 +40,7 @@ def _w8(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.
 
 
 @_w8.register_fake
-def _(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, group: int, input_group: int, limit: float, turns: torch.Tensor) -> torch.Tensor:
+def _(x: torch.Tensor, codes: torch.Tensor, *rest: object) -> torch.Tensor:
     return x.new_empty((x.shape[0], codes.shape[0]))
 
 

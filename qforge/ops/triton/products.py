@@ -67,7 +67,8 @@ def _product_w4(w: W4) -> Product:
     return Product("w4", w.out_features, w.in_features, _group(w), zeros=w.zeros is not None)
 
 
-def _group(w: W4) -> int:
+def _group(w: W4 | W8) -> int:
+    """Inputs that share a scale of the weight; 0: all of a row."""
     return 0 if len(w.scales) == 1 else w.group
 
 
@@ -111,7 +112,7 @@ def w8_linear(x: torch.Tensor | RoundedRows, w: W8, dtype: torch.dtype | None = 
     def product(y: torch.Tensor, sums: torch.Tensor | None, parts: int) -> None:
         w8_gemm[_grid(tile, len(source), w.out_features, parts)](
             source, input_scales, w.codes, w.scales, w.bias, y, sums, w.turns, len(source), w.out_features, w.in_features, _steps(w.in_features, step, parts) * step,
-            GROUP=_weight_group(w), INPUT_GROUP=w.input_group, INT=w.is_int, HAS_BIAS=w.bias is not None,
+            GROUP=_group(w), INPUT_GROUP=w.input_group, INT=w.is_int, HAS_BIAS=w.bias is not None,
             SPLIT=parts > 1, EVEN_K=w.in_features % step == 0, BM=tile.m, BN=tile.n, BK=step, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -119,21 +120,17 @@ def w8_linear(x: torch.Tensor | RoundedRows, w: W8, dtype: torch.dtype | None = 
 
 
 def _w8_tile(x: torch.Tensor, w: W8) -> Tile:
-    product = Product("w8-int8" if w.is_int else "w8-fp8", w.out_features, w.in_features, _weight_group(w), w.input_group)
+    product = Product("w8-int8" if w.is_int else "w8-fp8", w.out_features, w.in_features, _group(w), w.input_group)
     found = tuned.find(x.device, product, len(x))
     if found is not None:
         return found
-    tables = tiles.W8_GROUPED if w.input_group or _weight_group(w) else tiles.W8_GEMM
+    tables = tiles.W8_GROUPED if w.input_group or _group(w) else tiles.W8_GEMM
     return tiles.tile_for(tables[tiles.device_class(capability(x.device))], len(x))
-
-
-def _weight_group(w: W8) -> int:
-    return 0 if len(w.scales) == 1 else w.group
 
 
 def _step(tile: Tile, w: W8) -> int:
     """Inputs of a step: as the tile has it, but within one scale of the weight and of the activations."""
-    return min([tile.k, *(longest_step(g) for g in (_weight_group(w), w.input_group) if g)])
+    return min([tile.k, *(longest_step(g) for g in (_group(w), w.input_group) if g)])
 
 
 def _grid(tile: Tile, rows: int, outputs: int, parts: int) -> tuple[int, int, int]:

@@ -21,7 +21,8 @@ def paged_attention(
 
     q `[T, H, D]`, keys and values `[B, PAGE, C, D]` in q's type or, QUANTIZED, in 8 bits with scales `[B, PAGE, C]` fp32; tables `[S, table_stride]` int32: pages of a sequence;
     starts `[S + 1]` int32: its queries; lengths `[S]` int32: tokens in the cache, these queries' own included. DP: the power of two from D on.
-    PARTS > 1: out `[P, T, H, D]` fp32 is not yet divided, most_out and sum_out `[P, T, H]` fp32 are its maximum (base 2) and sum. Grid: (tiles of queries, C, S x P).
+    PARTS > 1: out `[P, T, H, D]` fp32 is not yet divided, most_out and sum_out `[P, T, H]` fp32 are its maximum (base 2) and sum. LARGE: keys have 2^31 elements or more.
+    Grid: (tiles of queries, C, S x P).
     """
     SHARED: tl.constexpr = HEADS // CACHE_HEADS
     TOKENS: tl.constexpr = BM // SHARED

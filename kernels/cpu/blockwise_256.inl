@@ -59,20 +59,20 @@ inline __m128i of_four(const __m256i (&v)[4], const F &combine) {
     return _mm256_castsi256_si128(combine(all, _mm256_permute2x128_si256(all, all, 1)));
 }
 
-inline void largest_bits_of_four(const float *x, uint32_t *bits) {
+inline void largest_bits_of_four(const float *x, int64_t x_step, uint32_t *bits) {
     const auto larger = [](__m256i a, __m256i b) { return _mm256_max_epu32(a, b); };
     const auto magnitudes = [](const float *p) { return _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)), _mm256_set1_epi32(0x7FFFFFFF)); };
     __m256i most[4];
-    for (int i = 0; i < 4; ++i, x += kSegment) most[i] = larger(larger(magnitudes(x), magnitudes(x + 8)), larger(magnitudes(x + 16), magnitudes(x + 24)));
+    for (int i = 0; i < 4; ++i, x += x_step) most[i] = larger(larger(magnitudes(x), magnitudes(x + 8)), larger(magnitudes(x + 16), magnitudes(x + 24)));
     _mm_storeu_si128(reinterpret_cast<__m128i *>(bits), of_four(most, larger));
 }
 
 // Segments whose codes are all 0 are left to round_segment: they may have inputs that are no numbers
-inline bool round_four(const float *x, const float *inverse, int8_t *to, CodeSums *sums) {
+inline bool round_four(const float *x, int64_t x_step, const float *inverse, int8_t *to, int64_t to_step, CodeSums *sums) {
     if (inverse[0] == 0 || inverse[1] == 0 || inverse[2] == 0 || inverse[3] == 0) return false;
     const __m256i ones = _mm256_set1_epi16(1), order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     __m256i sum[4];
-    for (int i = 0; i < 4; ++i, x += kSegment, to += kSegment) {
+    for (int i = 0; i < 4; ++i, x += x_step, to += to_step) {
         const __m256 by = _mm256_set1_ps(inverse[i]);
         const auto codes = [&](int at) { return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + at), by)); };
         const __m256i halves = _mm256_packs_epi32(codes(0), codes(8)), next_halves = _mm256_packs_epi32(codes(16), codes(24));
@@ -112,10 +112,10 @@ inline Extremes extremes(const float *x, int64_t inputs) {
     return {of_lanes(high, larger), of_lanes(low, smaller)};
 }
 
-inline void extremes_of_four(const float *x, int32_t *high, int32_t *low) {
+inline void extremes_of_four(const float *x, int64_t x_step, int32_t *high, int32_t *low) {
     __m256i most[4], least[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) spread_of(x + i * kCentered, kCentered, most[i], least[i]);
+    for (int i = 0; i < 4; ++i) spread_of(x + i * x_step, kCentered, most[i], least[i]);
     _mm_storeu_si128(reinterpret_cast<__m128i *>(high), of_four(most, larger));
     _mm_storeu_si128(reinterpret_cast<__m128i *>(low), of_four(least, smaller));
 }
@@ -134,19 +134,19 @@ inline int32_t round_centered(const float *x, int64_t inputs, float inverse, int
 }
 
 // Segments whose codes are all 0 are left to round_centered: they may have inputs that are no numbers
-inline bool round_four_centered(const float *x, const float *inverse, const int32_t *middle, int8_t *to, CodeSums *sums) {
+inline bool round_four_centered(const float *x, int64_t x_step, const float *inverse, const int32_t *middle, int8_t *to, int64_t to_step, CodeSums *sums) {
     if (inverse[0] == 0 || inverse[1] == 0 || inverse[2] == 0 || inverse[3] == 0) return false;
     const __m256i ones = _mm256_set1_epi16(1), order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     __m256i sum[4];
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 4; ++i, x += x_step, to += to_step) {
         const __m256 by = _mm256_set1_ps(inverse[i]);
         const __m256i less = _mm256_set1_epi32(middle[i]);
-        const auto codes = [&](int at) { return _mm256_sub_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + at), by)), less); };
+        const auto codes = [&](int64_t at) { return _mm256_sub_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + at), by)), less); };
         sum[i] = _mm256_setzero_si256();
-        for (int half = 0; half < 2; ++half, x += 32, to += 32) {
-            const __m256i halves = _mm256_packs_epi32(codes(0), codes(8)), next_halves = _mm256_packs_epi32(codes(16), codes(24));
+        for (int64_t half = 0; half < kCentered; half += 32) {
+            const __m256i halves = _mm256_packs_epi32(codes(half), codes(half + 8)), next_halves = _mm256_packs_epi32(codes(half + 16), codes(half + 24));
             sum[i] = _mm256_add_epi32(sum[i], _mm256_add_epi32(_mm256_madd_epi16(halves, ones), _mm256_madd_epi16(next_halves, ones)));
-            _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), _mm256_permutevar8x32_epi32(_mm256_packs_epi16(halves, next_halves), order));
+            _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + half), _mm256_permutevar8x32_epi32(_mm256_packs_epi16(halves, next_halves), order));
         }
     }
     const __m128i of_bytes = of_four(sum, [](__m256i a, __m256i b) { return _mm256_add_epi32(a, b); });

@@ -119,11 +119,11 @@ void all_groups(const BlockwisePiece &p, int8_t *panel) {
     }
 }
 
-void round_rows(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &rounded, int64_t row, int64_t row_end) {
-    blockwise_avx512_vnni.round_rows(w, x, x_stride, rounded, row, row_end);
+void round_rows(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &rounded, int64_t row, int64_t row_end, int64_t segment, int64_t segment_end) {
+    blockwise_avx512_vnni.round_rows(w, x, x_stride, rounded, row, row_end, segment, segment_end);
     const int64_t segments = w.blocks * segments_of_block(w);
     for (int64_t r = row; r < row_end; ++r)
-        for (int64_t s = 0; s < segments; ++s) rounded.group_scales[(r / kRows * segments + s) * kRows + r % kRows] = rounded.scales[r * segments + s];
+        for (int64_t s = segment; s < segment_end; ++s) rounded.group_scales[(r / kRows * segments + s) * kRows + r % kRows] = rounded.scales[r * segments + s];
 }
 
 void piece(const BlockwisePiece &p, void *scratch) {

@@ -128,19 +128,27 @@ inline __m512i too_much(const int8_t *codes) {
     return _mm512_sub_epi32(_mm512_dpbusd_epi32(zero, first, x), _mm512_dpbusd_epi32(zero, less, x));
 }
 
-void round_rows(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &rounded, int64_t row, int64_t row_end) {
-    blockwise_avx512_vnni.round_rows(w, x, x_stride, rounded, row, row_end);
+void round_rows(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &rounded, int64_t row, int64_t row_end, int64_t segment, int64_t segment_end) {
+    blockwise_avx512_vnni.round_rows(w, x, x_stride, rounded, row, row_end, segment, segment_end);
     if (!takes(w)) return;
-    const int64_t segments = w.inputs() / kCentered, end = row_end * segments;
+    const int64_t inputs = w.inputs(), segments = inputs / kCentered;
     const auto add = [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); };
-    int64_t s = row * segments;
-    for (; s + 4 <= end; s += 4) {
-        const int8_t *codes = rounded.codes + s * kCentered;
-        const __m128i sums = of_quarters(quarters(too_much(codes), too_much(codes + kCentered), too_much(codes + 2 * kCentered), too_much(codes + 3 * kCentered), add), add);
-        const __m128i offsets = w.zero < 0 ? _mm_setzero_si128() : _mm_loadu_si128(reinterpret_cast<const __m128i *>(rounded.offsets + s));
-        _mm_storeu_si128(reinterpret_cast<__m128i *>(rounded.pair_starts + s), _mm_sub_epi32(_mm_add_epi32(offsets, _mm_set1_epi32(kShift)), sums));
-    }
-    for (; s < end; ++s) rounded.pair_starts[s] = (w.zero < 0 ? 0 : rounded.offsets[s]) + kShift - _mm512_reduce_add_epi32(too_much(rounded.codes + s * kCentered));
+    each_walk(w, row, row_end, segment, segment_end, [&](const Walk &walk) {
+        const int64_t step = walk.down ? inputs : kCentered, next = walk.down ? segments : 1;
+        const int8_t *codes = rounded.codes + walk.row * inputs + walk.segment * kCentered;
+        int64_t at = walk.row * segments + walk.segment;
+        const auto put = [&](int32_t sum) {
+            rounded.pair_starts[at] = (w.zero < 0 ? 0 : rounded.offsets[at]) + kShift - sum;
+            at += next;
+        };
+        int64_t i = 0;
+        for (; i + 4 <= walk.count; i += 4, codes += 4 * step) {
+            alignas(16) int32_t sums[4];
+            _mm_store_si128(reinterpret_cast<__m128i *>(sums), of_quarters(quarters(too_much(codes), too_much(codes + step), too_much(codes + 2 * step), too_much(codes + 3 * step), add), add));
+            for (const int32_t sum : sums) put(sum);
+        }
+        for (; i < walk.count; ++i, codes += step) put(_mm512_reduce_add_epi32(too_much(codes)));
+    });
 }
 
 template <bool Z>

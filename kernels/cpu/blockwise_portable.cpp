@@ -38,32 +38,28 @@ Rounding centered_rounding(const float *x, int64_t inputs) {
     return {half / kCenteredMost, inverse, static_cast<int>(std::nearbyint((high * 0.5f + low * 0.5f) * inverse))};
 }
 
-void round_rows(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &out, int64_t row, int64_t row_end) {
+void round_rows(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &out, int64_t row, int64_t row_end, int64_t segment, int64_t segment_end) {
     const bool wide = w.activations == Activations::INT16;
     const int64_t inputs = w.inputs(), segments = segments_of_block(w), whole = segment_inputs(w);
     for (int64_t r = row; r < row_end; ++r) {
         int8_t *high = out.codes + r * limbs(w) * inputs, *low = high + inputs;
-        for (int64_t b = 0; b < w.blocks; ++b) {
-            float sum = 0;
-            for (int64_t s = 0; s < segments; ++s) {
-                const int64_t first = b * w.block_k + s * whole, length = std::min(whole, w.block_k - s * whole);
-                const float *values = x + r * x_stride + first;
-                const Rounding to = centered(w) ? centered_rounding(values, length) : rounding(values, length, wide ? 32512.0f : 127.0f);
-                int32_t codes[2] = {0, 0};  // of the high bytes, of the low ones
-                for (int64_t i = 0; i < length; ++i) {
-                    const int code = to.inverse == 0 ? 0 : static_cast<int>(std::nearbyint(values[i] * to.inverse));
-                    high[first + i] = static_cast<int8_t>(wide ? (code + 128) >> 8 : code - to.middle);
-                    codes[0] += high[first + i] + to.middle;
-                    if (wide) low[first + i] = static_cast<int8_t>(code - 256 * high[first + i]);
-                    if (wide) codes[1] += low[first + i];
-                }
-                const int64_t at = (r * w.blocks + b) * segments + s;
-                out.scales[at] = to.scale;
-                if (centered(w)) out.middles[at] = 1 << 16 | (to.middle & 0xFFFF);
-                for (int64_t l = 0; l < limbs(w); ++l) out.offsets[at * limbs(w) + l] = -w.zero * codes[l];
-                sum = std::fma(to.scale, static_cast<float>(wide ? 256 * codes[0] + codes[1] : codes[0]), sum);
+        for (int64_t s = segment; s < segment_end; ++s) {
+            const int64_t b = s / segments, first = first_input(w, s), length = std::min(whole, (b + 1) * w.block_k - first), at = r * w.blocks * segments + s;
+            const float *values = x + (r - row) * x_stride + first - first_input(w, segment);
+            const Rounding to = centered(w) ? centered_rounding(values, length) : rounding(values, length, wide ? 32512.0f : 127.0f);
+            int32_t codes[2] = {0, 0};  // of the high bytes, of the low ones
+            for (int64_t i = 0; i < length; ++i) {
+                const int code = to.inverse == 0 ? 0 : static_cast<int>(std::nearbyint(values[i] * to.inverse));
+                high[first + i] = static_cast<int8_t>(wide ? (code + 128) >> 8 : code - to.middle);
+                codes[0] += high[first + i] + to.middle;
+                if (wide) low[first + i] = static_cast<int8_t>(code - 256 * high[first + i]);
+                if (wide) codes[1] += low[first + i];
             }
-            out.sums[r * w.blocks + b] = sum;
+            out.scales[at] = to.scale;
+            if (centered(w)) out.middles[at] = 1 << 16 | (to.middle & 0xFFFF);
+            for (int64_t l = 0; l < limbs(w); ++l) out.offsets[at * limbs(w) + l] = -w.zero * codes[l];
+            float &sum = out.sums[r * w.blocks + b];
+            sum = std::fma(to.scale, static_cast<float>(wide ? 256 * codes[0] + codes[1] : codes[0]), s % segments ? sum : 0.0f);
         }
     }
 }

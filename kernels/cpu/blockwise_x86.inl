@@ -1,7 +1,7 @@
 // Products with activations rounded by segments (blockwise.h), written once for the instruction sets of x86. The file that includes this gives
 //   largest_bits(x, inputs): the bits of the largest magnitude; round_segment<bytes of a code>(x, inputs, inverse, high bytes, low bytes) -> CodeSums;
-//   largest_bits_of_four(x, bits): the same for four whole segments, one after the other; round_four(x, inverses, bytes, sums): their codes of one byte, or false where it leaves them to round_segment;
-//   for segments around a middle extremes(x, inputs), extremes_of_four(x, high, low), round_centered(x, inputs, inverse, middle, bytes) -> sum of those bytes, round_four_centered(x, inverses, middles, bytes, sums);
+//   largest_bits_of_four(x, x_step, bits): the same for four whole segments, x_step inputs apart; round_four(x, x_step, inverses, bytes, byte_step, sums): their codes of one byte, or false where it leaves them to round_segment;
+//   for segments around a middle extremes(x, inputs), extremes_of_four(x, x_step, high, low), round_centered(x, inputs, inverse, middle, bytes) -> sum of those bytes, round_four_centered(x, x_step, inverses, middles, bytes, byte_step, sums);
 //   V: 16 columns side by side (sums_x86.inl), V::Floats, V::Integers; V::kCodeRows<F, bytes of a code>: code rows whose sums its registers hold; V::kSpan: inputs whose products of a byte and 4 bits V::Sums hold.
 #include <immintrin.h>
 
@@ -20,48 +20,54 @@ namespace {
 static_assert(sizeof(CodeSums) == 8);  // round_four stores two at once
 constexpr int64_t kAtOnce = 64;  // segments: what one of them waits for (its largest magnitude, a division) is found for many before the next step
 
-// The segments of a row, one after the other
-struct Segments {
-    int64_t whole, block_k, first = 0, left = block_k;  // whole: inputs of one; first: input of the next one; left: inputs of its block from there on
-
-    int64_t inputs() const { return std::min(whole, left); }
-    void next(int64_t inputs) {
-        first += inputs;
-        left -= inputs;
-        if (left == 0) left = block_k;
-    }
-};
-
 // The bits of floats as integers that rise with the values (-0 below 0, infinities and NaNs outermost), and back
 inline int32_t ordered(int32_t bits) { return bits ^ (bits >> 31 & 0x7FFFFFFF); }
 
 struct Roundings {  // of as many segments as are measured at once
+    float scale[kAtOnce];
     float inverse[kAtOnce];  // 0: codes are 0
     int32_t middle[kAtOnce];
 };
 
+// Where the segments of a walk are
+template <int64_t Whole>
+struct Places {
+    const float *x;
+    int8_t *codes;
+    int64_t x_step, code_step;  // from one to the next, where all are whole
+    int64_t block_k, in_block;
+    bool whole;
+
+    int64_t inputs(int64_t i) const { return whole ? Whole : std::min(Whole, block_k - i % in_block * Whole); }
+    const float *from(int64_t i) const { return x + at(i, x_step); }
+    int8_t *to(int64_t i) const { return codes + at(i, code_step); }
+
+  private:
+    int64_t at(int64_t i, int64_t step) const { return whole ? i * step : i / in_block * block_k + i % in_block * Whole; }
+};
+
 template <int L>
-void measure(const float *x, Segments &segments, int64_t here, int64_t fours, float *scales, Roundings &to) {
+void measure(const Places<kSegment> &places, int64_t done, int64_t here, int64_t fours, Roundings &to) {
     constexpr uint32_t kInfinity = 0x7F800000;  // NaNs' bits are larger
     constexpr float most = L == 2 ? 32512.0f : 127.0f;
     uint32_t bits[kAtOnce];
-    for (int64_t i = 0; i < fours; i += 4, segments.next(4 * kSegment)) largest_bits_of_four(x + segments.first, bits + i);
-    for (int64_t i = fours; i < here; ++i, segments.next(segments.inputs())) bits[i] = largest_bits(x + segments.first, segments.inputs());
+    for (int64_t i = 0; i < fours; i += 4) largest_bits_of_four(places.from(done + i), places.x_step, bits + i);
+    for (int64_t i = fours; i < here; ++i) bits[i] = largest_bits(places.from(done + i), places.inputs(done + i));
     for (int64_t i = 0; i < here; ++i) {
         const float m = __builtin_bit_cast(float, bits[i]);
         const bool finite = bits[i] < kInfinity, has_codes = finite && m >= 0x1p-100f;
-        scales[i] = has_codes ? m / most : finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+        to.scale[i] = has_codes ? m / most : finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
         to.inverse[i] = has_codes ? most / m : 0.0f;
         to.middle[i] = 0;
     }
 }
 
-void measure_centered(const float *x, Segments &segments, int64_t here, int64_t fours, float *scales, Roundings &to) {
+void measure_centered(const Places<kCentered> &places, int64_t done, int64_t here, int64_t fours, Roundings &to) {
     constexpr int32_t kInfinity = 0x7F800000, kMinusInfinity = ~kInfinity;  // ordered
     int32_t high[kAtOnce], low[kAtOnce];
-    for (int64_t i = 0; i < fours; i += 4, segments.next(4 * kCentered)) extremes_of_four(x + segments.first, high + i, low + i);
-    for (int64_t i = fours; i < here; ++i, segments.next(segments.inputs())) {
-        const Extremes e = extremes(x + segments.first, segments.inputs());
+    for (int64_t i = 0; i < fours; i += 4) extremes_of_four(places.from(done + i), places.x_step, high + i, low + i);
+    for (int64_t i = fours; i < here; ++i) {
+        const Extremes e = extremes(places.from(done + i), places.inputs(done + i));
         high[i] = e.high;
         low[i] = e.low;
     }
@@ -69,66 +75,57 @@ void measure_centered(const float *x, Segments &segments, int64_t here, int64_t 
         const float h = __builtin_bit_cast(float, ordered(high[i])), l = __builtin_bit_cast(float, ordered(low[i]));
         const float half = std::max(h * 0.5f - l * 0.5f, std::max(__builtin_fabsf(h), __builtin_fabsf(l)) * 0x1p-6f);
         const bool finite = high[i] < kInfinity && low[i] > kMinusInfinity, has_codes = finite && half >= 0x1p-100f;
-        scales[i] = has_codes ? half / kCenteredMost : finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+        to.scale[i] = has_codes ? half / kCenteredMost : finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
         to.inverse[i] = has_codes ? kCenteredMost / half : 0.0f;
         to.middle[i] = has_codes ? static_cast<int32_t>(__builtin_nearbyintf((h * 0.5f + l * 0.5f) * to.inverse[i])) : 0;
     }
 }
 
-// C: segments around a middle. high, low: bytes of the codes; scales, sums, offsets, middles: of the row
+// C: segments around a middle. x: from the walk's first segment on
 template <int L, bool C>
-void round_row(const Weight &w, const float *x, int8_t *high, int8_t *low, float *scales, float *sums, int32_t *offsets, int32_t *middles) {
+void round_walk(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &out, const Walk &walk) {
     constexpr int64_t kWhole = C ? kCentered : kSegment;
-    const int64_t in_block = segments_of_block(w), count = w.blocks * in_block;
-    const bool whole = w.block_k % kWhole == 0;  // all of one length, as if the row were one block
-    Segments measured{kWhole, whole ? w.inputs() : w.block_k}, rounded = measured;
-    float sum = 0;
-    for (int64_t done = 0, last = in_block - 1; done < count; done += kAtOnce) {
-        const int64_t here = std::min(kAtOnce, count - done), fours = whole ? here / 4 * 4 : 0;
+    const int64_t inputs = w.inputs(), in_block = segments_of_block(w), segments = w.blocks * in_block, step = walk.down ? segments : 1;
+    const Places<kWhole> places{x, out.codes + walk.row * L * inputs + first_input(w, walk.segment), walk.down ? x_stride : kWhole, walk.down ? L * inputs : kWhole, w.block_k, in_block, w.block_k % kWhole == 0};
+    int64_t at = walk.row * segments + walk.segment;
+    for (int64_t done = 0; done < walk.count; done += kAtOnce) {
+        const int64_t here = std::min(kAtOnce, walk.count - done), fours = places.whole ? here / 4 * 4 : 0;
         Roundings to;
         CodeSums codes[kAtOnce];
-        C ? measure_centered(x, measured, here, fours, scales + done, to) : measure<L>(x, measured, here, fours, scales + done, to);
+        if constexpr (C) measure_centered(places, done, here, fours, to);
+        else measure<L>(places, done, here, fours, to);
         for (int64_t i = 0; i < here;) {
-            const int64_t first = rounded.first, inputs = rounded.inputs();
-            const bool four = i + 4 <= fours && (C ? round_four_centered(x + first, to.inverse + i, to.middle + i, high + first, codes + i) : L == 1 && round_four(x + first, to.inverse + i, high + first, codes + i));
-            if (four) {
-                rounded.next(4 * kWhole);
-                i += 4;
-                continue;
+            const float *from = places.from(done + i);
+            int8_t *high = places.to(done + i);
+            if (i + 4 <= fours) {
+                bool four = false;
+                if constexpr (C) four = round_four_centered(from, places.x_step, to.inverse + i, to.middle + i, high, places.code_step, codes + i);
+                else if constexpr (L == 1) four = round_four(from, places.x_step, to.inverse + i, high, places.code_step, codes + i);
+                if (four) {
+                    i += 4;
+                    continue;
+                }
             }
-            if constexpr (C) codes[i].all = round_centered(x + first, inputs, to.inverse[i], to.middle[i], high + first) + to.middle[i] * static_cast<int32_t>(inputs);
-            else codes[i] = round_segment<L>(x + first, inputs, to.inverse[i], high + first, L == 2 ? low + first : nullptr);
-            rounded.next(inputs);
+            const int64_t length = places.inputs(done + i);
+            if constexpr (C) codes[i].all = round_centered(from, length, to.inverse[i], to.middle[i], high) + to.middle[i] * static_cast<int32_t>(length);
+            else codes[i] = round_segment<L>(from, length, to.inverse[i], high, L == 2 ? high + inputs : nullptr);
             ++i;
         }
-        for (int64_t i = 0; i < here; ++i) {
-            *offsets++ = -w.zero * (C ? codes[i].all : codes[i].high);
-            if (L == 2) *offsets++ = -w.zero * (codes[i].all - 256 * codes[i].high);
-            if (C) *middles++ = 1 << 16 | (to.middle[i] & 0xFFFF);
-        }
-        if (w.zero >= 0) continue;
-        for (int64_t i = 0; i < here; ++i) {
-            sum = __builtin_fmaf(scales[done + i], static_cast<float>(codes[i].all), sum);
-            if (done + i != last) continue;
-            *sums++ = sum;
-            sum = 0;
-            last += in_block;
+        for (int64_t i = 0; i < here; ++i, at += step) {
+            out.scales[at] = to.scale[i];
+            out.offsets[at * L] = -w.zero * (C ? codes[i].all : codes[i].high);
+            if (L == 2) out.offsets[at * L + 1] = -w.zero * (codes[i].all - 256 * codes[i].high);
+            if (C) out.middles[at] = 1 << 16 | (to.middle[i] & 0xFFFF);
+            if (w.zero >= 0) continue;
+            float &sum = out.sums[at / in_block];
+            sum = __builtin_fmaf(to.scale[i], static_cast<float>(codes[i].all), at % in_block ? sum : 0.0f);
         }
     }
 }
 
-template <int L, bool C>
-void round_rows_of(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &out, int64_t row, int64_t row_end) {
-    const int64_t inputs = w.inputs(), segments = w.blocks * segments_of_block(w);
-    for (int64_t r = row; r < row_end; ++r) {
-        int8_t *high = out.codes + r * L * inputs;
-        round_row<L, C>(w, x + r * x_stride, high, L == 2 ? high + inputs : nullptr, out.scales + r * segments, out.sums + r * w.blocks, out.offsets + r * segments * L, out.middles + r * segments);
-    }
-}
-
-void round_rows(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &rounded, int64_t row, int64_t row_end) {
-    const auto run = limbs(w) == 2 ? round_rows_of<2, false> : centered(w) ? round_rows_of<1, true> : round_rows_of<1, false>;
-    run(w, x, x_stride, rounded, row, row_end);
+void round_rows(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &rounded, int64_t row, int64_t row_end, int64_t segment, int64_t segment_end) {
+    const auto run = limbs(w) == 2 ? round_walk<2, false> : centered(w) ? round_walk<1, true> : round_walk<1, false>;
+    each_walk(w, row, row_end, segment, segment_end, [&](const Walk &walk) { run(w, x + (walk.row - row) * x_stride + first_input(w, walk.segment) - first_input(w, segment), x_stride, rounded, walk); });
 }
 
 // ---- product ----

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <numeric>
 #include <stdexcept>
 
 #ifdef __linux__
@@ -31,6 +32,17 @@ bool has_amx() {
 #endif
 }
 #endif
+
+bool blockwise(const Weight &w) { return w.activations == Activations::INT8 || w.activations == Activations::INT16; }
+
+// The segment that begins at an input
+int64_t segment_at(const Weight &w, int64_t input) { return input / w.block_k * segments_of_block(w) + input % w.block_k / segment_inputs(w); }
+
+constexpr int64_t kStrip = kWideTiles * kTile;  // columns of a strip
+constexpr int64_t kGatedRows = 33;              // of fewer, gates take as long apart (16 and 24 rows: 1 % less), and 1 to 4 read two streams of weights 10 % slower than one
+
+// Inputs that one thread has to round: whole segments, and whole blocks where these have sums or shorter segments
+int64_t rounded_by_one(const Weight &w) { return w.zero < 0 || w.block_k % segment_inputs(w) ? w.block_k : segment_inputs(w); }
 
 // Positions of an attention piece
 int64_t queries_of_piece(const Attention &a) { return std::max<int64_t>(1, 8 * kQueryRows * a.cache.kv_heads / a.heads); }
@@ -138,7 +150,7 @@ void Context::round_rows(int64_t rows, const Weight &weight, const Rows &before,
 void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before) {
     const auto held = turn();
     if (weight.activations == Activations::BF16) return product_bf16(weight, rounded_bf16(weight, x, rows, x_stride, before), rows, y, y_stride, nullptr);
-    if (weight.activations != Activations::F32) return linear_blockwise(weight, x, rows, x_stride, y, y_stride, before);
+    if (weight.activations != Activations::F32) return product_blockwise(weight, rounded_blocks(weight, x, rows, x_stride, before), rows, y, y_stride);
     if (before) split_rows(rows, worth_handing_over(weight.inputs()), before);
     grow_scratch(scratch_floats(weight) * static_cast<int64_t>(sizeof(float)));
     split_product(weight.tiles(), rows, cut_panels(weight, rows), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
@@ -146,33 +158,76 @@ void Context::linear(const Weight &weight, const float *x, int64_t rows, int64_t
     });
 }
 
-void Context::linear_blockwise(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before) {
+RoundedBlocks Context::BlocksRoom::of(const Weight &weight, int64_t rows) {
     const auto grow = [](auto &vector, int64_t size) {
         if (static_cast<int64_t>(vector.size()) < size) vector.resize(static_cast<size_t>(size));
     };
     const int64_t segments = weight.blocks * segments_of_block(weight), whole = (rows + 15) / 16 * 16;  // rows that tiles of 16 read
-    grow(segment_codes_, whole * weight.inputs() * limbs(weight));
-    grow(segment_scales_, rows * segments);
+    grow(codes_, whole * weight.inputs() * limbs(weight));
+    grow(scales_, rows * segments);
     grow(group_scales_, whole * segments);
-    grow(block_sums_, whole * weight.blocks);
-    grow(segment_offsets_, rows * segments * limbs(weight));
-    grow(segment_middles_, whole * segments);
+    grow(sums_, whole * weight.blocks);
+    grow(offsets_, rows * segments * limbs(weight));
+    grow(middles_, whole * segments);
     grow(pair_starts_, rows * segments);
-    const RoundedBlocks rounded{segment_codes_.data(), segment_scales_.data(), block_sums_.data(), group_scales_.data(), segment_offsets_.data(), segment_middles_.data(), pair_starts_.data()};
-    round_rows(rows, weight, before, [&](int64_t first, int64_t end) { blockwise_->round_rows(weight, x, x_stride, rounded, first, end); });
+    return {codes_.data(), scales_.data(), sums_.data(), group_scales_.data(), offsets_.data(), middles_.data(), pair_starts_.data()};
+}
+
+RoundedBlocks Context::rounded_blocks(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, const Rows &before) {
+    const RoundedBlocks rounded = blocks_[0].of(weight, rows);
+    const int64_t segments = weight.blocks * segments_of_block(weight);
+    round_rows(rows, weight, before, [&](int64_t first, int64_t end) { blockwise_->round_rows(weight, x + first * x_stride, x_stride, rounded, first, end, 0, segments); });
+    return rounded;
+}
+
+void Context::product_blockwise(const Weight &weight, const RoundedBlocks &rounded, int64_t rows, float *y, int64_t y_stride) {
     if (blockwise_->scratch_bytes) grow_scratch(blockwise_->scratch_bytes(weight));
     split_product(weight.tiles(), rows, cut_strips(weight.tiles(), rows, blockwise_->tile_rows, blockwise_->most_rows, blockwise_->in_registers), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
         blockwise_->piece({&weight, rounded, y, y_stride, row, row_end, tile, tile_end, &cache_ahead_[static_cast<size_t>(thread)]}, scratch_[thread].get());
     });
 }
 
-bool Context::gates(const Weight &gate_up, const Weight &down) const {
-    const bool bf16 = gate_up.activations == Activations::BF16 && down.activations == Activations::BF16;
-    return bf16_->gates && bf16 && gate_up.columns % (2 * kTile) == 0 && gate_up.columns == 2 * down.inputs() && !gate_up.bias;
+// A strip of gates beside the one that they are for, whose results are rounded while they are near
+void Context::gated_blockwise(const Weight &gate_up, const Weight &down, const RoundedBlocks &x, const RoundedBlocks &to, int64_t rows, Activation activation) {
+    constexpr int64_t kNear = 16;  // rows that the first cache still has when they are rounded
+    const int64_t tiles = down.inputs() / kTile, unit = std::lcm(kStrip, rounded_by_one(down)) / kTile, room = blockwise_->scratch_bytes ? (blockwise_->scratch_bytes(gate_up) + 63) / 64 * 16 : 0;  // room: before that, floats
+    Cut cut = cut_strips(tiles, rows, blockwise_->tile_rows, blockwise_->most_rows, blockwise_->in_registers);
+    cut.tiles = (cut.tiles + unit - 1) / unit * unit;
+    grow_scratch((room + (2 * std::min(cut.rows, rows) + kNear) * kStrip) * static_cast<int64_t>(sizeof(float)));
+    split_product(tiles, rows, cut, [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
+        float *products = scratch_[thread].get() + room, *gated = products + 2 * (row_end - row) * kStrip;  // [rows][gates, what they are for], [kNear][of both]
+        const auto multiply = [&](int64_t first, float *y) {
+            blockwise_->piece({&gate_up, x, y - row * 2 * kStrip - first * kTile, 2 * kStrip, row, row_end, first, first + kWideTiles, &cache_ahead_[static_cast<size_t>(thread)]}, scratch_[thread].get());
+        };
+        for (; tile < tile_end; tile += kWideTiles) {
+            multiply(tile, products);
+            multiply(tiles + tile, products + kStrip);
+            for (int64_t r = row; r < row_end; r += kNear) {
+                const int64_t upto = std::min(r + kNear, row_end);
+                layers_->gate({products + (r - row) * 2 * kStrip, gated, kStrip, activation}, 0, upto - r);
+                blockwise_->round_rows(down, gated, kStrip, to, r, upto, segment_at(down, tile * kTile), segment_at(down, (tile + kWideTiles) * kTile));
+            }
+        }
+    });
+}
+
+bool Context::gates(const Weight &gate_up, const Weight &down, int64_t rows) const {
+    const int64_t half = down.inputs();
+    if (gate_up.columns != 2 * half) return false;
+    if (blockwise(gate_up) && blockwise(down)) {
+        const bool whole = down.block_k % segment_inputs(down) == 0 || kStrip % down.block_k == 0;  // segments of a strip
+        return rows >= kGatedRows && whole && half % std::lcm(kStrip, rounded_by_one(down)) == 0;
+    }
+    return bf16_->gates && gate_up.activations == Activations::BF16 && down.activations == Activations::BF16 && half % kTile == 0 && !gate_up.bias;
 }
 
 void Context::linear_gated(const Weight &gate_up, const Weight &down, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, Activation activation, const Rows &before) {
     const auto held = turn();
+    if (blockwise(gate_up)) {
+        const RoundedBlocks gated = blocks_[1].of(down, rows);
+        gated_blockwise(gate_up, down, rounded_blocks(gate_up, x, rows, x_stride, before), gated, rows, activation);
+        return product_blockwise(down, gated, rows, y, y_stride);
+    }
     const Bf16Rows rounded = rounded_bf16(gate_up, x, rows, x_stride, before), gated = bf16_rows_[1].of(down, rows);
     const Bf16Gate gate{activation, gated, stretches(down)};
     product_bf16(gate_up, rounded, rows, nullptr, 0, &gate);
@@ -180,11 +235,14 @@ void Context::linear_gated(const Weight &gate_up, const Weight &down, const floa
 }
 
 bool Context::rounds(const Attention &a, const Weight &next) const {
-    return next.activations == Activations::BF16 && next.inputs() == a.heads * a.cache.head_dim && a.heads / a.cache.kv_heads * a.cache.head_dim % kStretch == 0;
+    const int64_t of_piece = a.heads / a.cache.kv_heads * a.cache.head_dim;
+    if (next.inputs() != a.heads * a.cache.head_dim) return false;
+    return blockwise(next) ? of_piece % rounded_by_one(next) == 0 : next.activations == Activations::BF16 && of_piece % kStretch == 0;
 }
 
 void Context::linear_rounded(const Weight &weight, int64_t rows, float *y, int64_t y_stride) {
     const auto held = turn();
+    if (blockwise(weight)) return product_blockwise(weight, blocks_[1].of(weight, rows), rows, y, y_stride);
     product_bf16(weight, bf16_rows_[1].of(weight, rows), rows, y, y_stride, nullptr);
 }
 
@@ -309,7 +367,7 @@ void Context::bring_nothing() {
     std::fill(cache_ahead_.begin(), cache_ahead_.end(), CacheAhead());
 }
 
-void Context::attention(const Attention &a, const int32_t *query_starts, int64_t sequences, const Weight *next) {
+void Context::attention(const Attention &a, const int32_t *query_starts, int64_t sequences, const Weight *next, const int64_t *wanted, int64_t num_wanted) {
     const auto held = turn();
     bring_nothing();
     const auto store = [&](int64_t first, int64_t end) { layers_->rotate_and_store(a, first, end); };
@@ -338,17 +396,38 @@ void Context::attention(const Attention &a, const int32_t *query_starts, int64_t
     const int64_t queries = queries_of_piece(a);
     std::vector<AttentionPiece> pieces;
     std::vector<size_t> starts;  // of tasks, in pieces
-    for (int64_t s = 0; s < sequences; ++s) {
+    const auto add_pieces = [&](int64_t s, int64_t first, int64_t end) {
         const int64_t together = pieces_of_task(a, sequences, query_starts[s + 1] - query_starts[s]);
         for (int64_t h = 0; h < a.cache.kv_heads; ++h)
-            for (int64_t q = query_starts[s]; q < query_starts[s + 1]; q += queries) {
+            for (int64_t q = first; q < end; q += queries) {
                 if (h % together == 0) starts.push_back(pieces.size());
-                pieces.push_back({q, std::min<int64_t>(q + queries, query_starts[s + 1]), s, h});
+                pieces.push_back({q, std::min(q + queries, end), s, h});
             }
+    };
+    for (int64_t s = 0, w = 0; s < sequences; ++s) {
+        const int64_t first = query_starts[s], end = query_starts[s + 1];
+        if (!wanted || end - first == 1) {  // an only query may be stored by its task
+            add_pieces(s, first, end);
+            continue;
+        }
+        for (; w < num_wanted && wanted[w] < first; ++w) {}
+        while (w < num_wanted && wanted[w] < end) {
+            const int64_t from = wanted[w++];
+            int64_t upto = from + 1;
+            for (; w < num_wanted && wanted[w] == upto && upto < end; ++w) ++upto;
+            add_pieces(s, from, upto);
+        }
     }
     starts.push_back(pieces.size());
-    const int64_t width = a.heads * a.cache.head_dim, of_piece = width / a.cache.kv_heads / kStretch;
-    const Bf16Rows rounded = next ? bf16_rows_[1].of(*next, query_starts[sequences]) : Bf16Rows();
+    const int64_t width = a.heads * a.cache.head_dim, of_piece = width / a.cache.kv_heads;
+    const bool blocks = next && blockwise(*next);
+    const RoundedBlocks rounded_blocks = blocks ? blocks_[1].of(*next, query_starts[sequences]) : RoundedBlocks();
+    const Bf16Rows rounded_bf16 = next && !blocks ? bf16_rows_[1].of(*next, query_starts[sequences]) : Bf16Rows();
+    const auto round = [&](const AttentionPiece &p) {
+        const int64_t first = p.kv_head * of_piece, end = first + of_piece;
+        if (blocks) blockwise_->round_rows(*next, a.out + p.query * width + first, width, rounded_blocks, p.query, p.query_end, segment_at(*next, first), segment_at(*next, end));
+        else bf16_->round_rows(*next, a.out, width, rounded_bf16, p.query, p.query_end, first / kStretch, end / kStretch);
+    };
     tasks(static_cast<int64_t>(starts.size()) - 1, [&](int64_t task, int thread) {
         for (size_t at = starts[static_cast<size_t>(task)]; at < starts[static_cast<size_t>(task) + 1]; ++at) {
             const AttentionPiece &piece = pieces[at];
@@ -358,7 +437,7 @@ void Context::attention(const Attention &a, const int32_t *query_starts, int64_t
             }
             const auto attend = tiles_ && tiles_->takes(a, piece) ? tiles_->attend : layers_->attend;
             attend(a, piece, scratch_[thread].get());
-            if (next) bf16_->round_rows(*next, a.out, width, rounded, piece.query, piece.query_end, piece.kv_head * of_piece, (piece.kv_head + 1) * of_piece);
+            if (next) round(piece);
         }
     });
 }

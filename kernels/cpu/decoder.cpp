@@ -137,7 +137,7 @@ void Decoder::product(const Product &product, const float *x, int64_t rows, floa
 // branch = down(activation(gate) * up) of what `before` makes of the residual stream
 void Decoder::mlp(const Layer &layer, int64_t rows, const Context::Rows &before) {
     const Weight *gate_up = plain(layer.gate_up), *down = plain(layer.down);
-    if (gate_up && down && context_.gates(*gate_up, *down)) return context_.linear_gated(*gate_up, *down, next_.get(), rows, gate_up->inputs(), branch_.get(), down->columns, shape_.activation, before);
+    if (gate_up && down && context_.gates(*gate_up, *down, rows)) return context_.linear_gated(*gate_up, *down, next_.get(), rows, gate_up->inputs(), branch_.get(), down->columns, shape_.activation, before);
     product(layer.gate_up, next_.get(), rows, wide_.get(), before);
     product(layer.down, narrow_.get(), rows, branch_.get(), context_.rows_of(GateRows{wide_.get(), narrow_.get(), shape_.intermediate, shape_.activation}));
 }
@@ -185,7 +185,7 @@ void Decoder::logits(const Step &step, float *logits) {
         product(layer.qkv, next_.get(), rows, wide_.get(), before);
         const Attention attention = attention_of(layer, step);
         const Weight *output = plain(layer.output), *rounded = next && output && context_.rounds(attention, *output) ? output : nullptr;
-        context_.attention(attention, step.query_starts, step.sequences, rounded);
+        context_.attention(attention, step.query_starts, step.sequences, rounded, next ? nullptr : step.wanted, step.num_wanted);
         if (next) bring(layer, *next, step);
         else rows = keep(step, layer.heads * layer.cache.head_dim);
         if (rounded) context_.linear_rounded(*rounded, rows, branch_.get(), rounded->columns);

@@ -41,7 +41,7 @@ class LLM:
         num_blocks: cache blocks; None: room for `max_num_seqs` full contexts, at most 2 GiB (or one full context, where half of this machine's memory holds it), on a GPU at
             most what is free.
         max_num_seqs: most sequences that run at once; None: 32, on a GPU 128.
-        max_step_tokens: most tokens of one step; longer prompts are computed in pieces. None: 512, on a GPU 2048.
+        max_step_tokens: most tokens of one step; longer prompts are computed in pieces. None: 384, on a GPU 2048.
         kv_cache: how keys and values are stored: `fp32` (results equal the reference), `fp16` or `bf16` (half the memory; bf16 is multiplied in bf16 too, fast where the CPU can),
             `int8` (a quarter), `fp8` (E4M3, a quarter); a GPU keeps neither fp32 nor bf16 by name. None: `fp8` where the checkpoint has scales for it, else `fp32`, on a GPU the
             16-bit type of activations. fp8 takes the checkpoint's scales, else each key and each value has one of its own, as in int8.

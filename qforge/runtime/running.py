@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from qforge.runtime.places import Gpu
 
 _CACHE_BYTES = 2 << 30  # of the key/value cache by default; pages that are never written take no memory
-_DEFAULTS = {"cpu": (32, 512), "cuda": (128, 2048)}  # most sequences, most tokens of a step
+_DEFAULTS = {"cpu": (32, 384), "cuda": (128, 2048)}  # most sequences, most tokens of a step
 
 
 @dataclass(frozen=True, slots=True)

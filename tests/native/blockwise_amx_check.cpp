@@ -19,7 +19,7 @@ std::vector<float> product(const BlockwiseFunctions &f, const Weight &w, const s
     std::vector<float> scales(whole * segments), sums(whole * static_cast<size_t>(w.blocks)), group_scales(whole * segments), y(static_cast<size_t>(rows * w.columns), -1.0f);
     std::vector<int32_t> offsets(whole * segments * 2), middles(whole * segments), starts(whole * segments);
     const RoundedBlocks rounded{codes.data(), scales.data(), sums.data(), group_scales.data(), offsets.data(), middles.data(), starts.data()};
-    f.round_rows(w, x.data(), w.inputs(), rounded, 0, rows);
+    f.round_rows(w, x.data(), w.inputs(), rounded, 0, rows, 0, w.blocks * segments_of_block(w));
     const Room scratch = room(f.scratch_bytes ? f.scratch_bytes(w) : 64);
     CacheAhead nothing;
     f.piece({&w, rounded, y.data(), w.columns, 0, rows, 0, w.tiles(), &nothing}, scratch.get());

@@ -31,6 +31,7 @@ constexpr float kCenteredMost = 119.875f;  // 120, and room for the rounding of 
 inline bool centered(const Weight &w) { return w.format == Format::INT4 && w.activations == Activations::INT8; }
 inline int64_t segment_inputs(const Weight &w) { return centered(w) ? kCentered : kSegment; }
 inline int64_t segments_of_block(const Weight &w) { return (w.block_k + segment_inputs(w) - 1) / segment_inputs(w); }
+inline int64_t first_input(const Weight &w, int64_t segment) { return segment / segments_of_block(w) * w.block_k + segment % segments_of_block(w) * segment_inputs(w); }
 inline int64_t limbs(const Weight &w) { return w.activations == Activations::INT16 ? 2 : 1; }  // bytes of a code
 
 // A tile of such a weight begins with sums of its codes, int16 [segments of a row][16 columns], up to a multiple of 64 bytes; then come the codes (linear.h).
@@ -57,6 +58,21 @@ struct RoundedBlocks {  // codes, sums, middles and group_scales can be read up 
     int32_t *pair_starts; // [rows][segments]: what sums of pairs start with (blockwise_avx512_pairs.cpp)
 };
 
+// Segments that are rounded one after the other, from one of a row on: those after it in the row, or the same of the rows after it
+struct Walk {
+    int64_t row, segment, count;
+    bool down;
+};
+
+// All of them: down the rows where so few are wanted of each that they would not be rounded by fours
+template <typename F>
+void each_walk(const Weight &w, int64_t row, int64_t row_end, int64_t segment, int64_t segment_end, const F &run) {
+    if (segment_end - segment < 4 && w.block_k % segment_inputs(w) == 0)
+        for (int64_t s = segment; s < segment_end; ++s) run(Walk{row, s, row_end - row, true});
+    else
+        for (; row < row_end; ++row) run(Walk{row, segment, segment_end - segment, false});
+}
+
 struct BlockwisePiece {
     const Weight *weight;
     RoundedBlocks rounded;
@@ -66,7 +82,8 @@ struct BlockwisePiece {
 };
 
 struct BlockwiseFunctions {
-    void (*round_rows)(const Weight &weight, const float *x, int64_t x_stride, const RoundedBlocks &rounded, int64_t row, int64_t row_end);
+    // Segments [segment, segment_end) of rows [row, row_end); x: the first of these inputs in the first of these rows. Those of a block whose zero points differ are rounded in order.
+    void (*round_rows)(const Weight &weight, const float *x, int64_t x_stride, const RoundedBlocks &rounded, int64_t row, int64_t row_end, int64_t segment, int64_t segment_end);
     void (*piece)(const BlockwisePiece &piece, void *scratch);  // scratch: scratch_bytes(weight) bytes, 64-byte aligned, the thread's own
     int64_t tile_rows, most_rows;                               // rows that a task should have, or a multiple, up to so many
     int64_t (*scratch_bytes)(const Weight &weight);             // null: none

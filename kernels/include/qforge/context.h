@@ -35,7 +35,7 @@ class Context {
     // The same with x rounded to int8 row by row (integer.h), for INT4 and INT8 weights; static_scale 0 lets each row have its own scale
     void linear_int8(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float static_scale, float *y, int64_t y_stride, const Rows &before = {});
     // y = what `down` makes of activation(the first half of gate_up's columns) times the second half; for weights of which gates() is true
-    bool gates(const Weight &gate_up, const Weight &down) const;
+    bool gates(const Weight &gate_up, const Weight &down, int64_t rows) const;
     void linear_gated(const Weight &gate_up, const Weight &down, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, Activation activation, const Rows &before = {});
     void norm(const NormRows &norm, int64_t rows);  // alone, as tests look at them: a step has a product compute their rows
     void gate(const GateRows &gate, int64_t rows);
@@ -43,8 +43,8 @@ class Context {
     Rows rows_of(const ResidualRows &residual) const;
     Rows rows_of(const GateRows &gate) const;
     // Rotates, writes the cache, and attends for the tokens of a step; query_starts [sequences + 1]. A block that one sequence writes, no other one of the step may read.
-    // `next`: its results are rounded, too, for a product with that weight, of which rounds() is true: linear_rounded().
-    void attention(const Attention &attention, const int32_t *query_starts, int64_t sequences, const Weight *next = nullptr);
+    // `next`: its results are rounded, too, for a product with that weight, of which rounds() is true: linear_rounded(). `wanted`: rows, rising, whose results somebody will look at; null: all
+    void attention(const Attention &attention, const int32_t *query_starts, int64_t sequences, const Weight *next = nullptr, const int64_t *wanted = nullptr, int64_t num_wanted = 0);
     bool rounds(const Attention &attention, const Weight &next) const;
     void linear_rounded(const Weight &weight, int64_t rows, float *y, int64_t y_stride);
     // Until that attention, or bring_nothing(), products of integers (but AMX's and those that unpack panels) bring the keys and values that it will read, each thread those of the
@@ -82,7 +82,9 @@ class Context {
 
     Cut cut_panels(const Weight &weight, int64_t rows) const;
     Cut cut_strips(int64_t tiles, int64_t rows, int64_t tile_rows, int64_t most_rows, bool in_registers) const;
-    void linear_blockwise(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before);
+    void product_blockwise(const Weight &weight, const RoundedBlocks &rounded, int64_t rows, float *y, int64_t y_stride);
+    void gated_blockwise(const Weight &gate_up, const Weight &down, const RoundedBlocks &x, const RoundedBlocks &to, int64_t rows, Activation activation);
+    RoundedBlocks rounded_blocks(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, const Rows &before);
     Bf16Rows rounded_bf16(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, const Rows &before);
     void product_bf16(const Weight &weight, const Bf16Rows &rounded, int64_t rows, float *y, int64_t y_stride, const Bf16Gate *gate);
     void grow_scratch(int64_t bytes);  // of each thread, whose contents are lost
@@ -123,9 +125,15 @@ class Context {
     Numbers<int8_t> codes_;  // rounded activations of the product that runs
     Numbers<float> row_scales_;
     Numbers<int32_t> code_sums_;
-    Numbers<int8_t> segment_codes_;
-    Numbers<float> segment_scales_, group_scales_, block_sums_;
-    Numbers<int32_t> segment_offsets_, segment_middles_, pair_starts_;
+    class BlocksRoom {
+      public:
+        RoundedBlocks of(const Weight &weight, int64_t rows);
+
+      private:
+        Numbers<int8_t> codes_;
+        Numbers<float> scales_, group_scales_, sums_;
+        Numbers<int32_t> offsets_, middles_, pair_starts_;
+    };
     class Bf16Room {
       public:
         Bf16Rows of(const Weight &weight, int64_t rows);
@@ -134,7 +142,8 @@ class Context {
         Scratch memory_;
         int64_t bytes_ = 0;
     };
-    Bf16Room bf16_rows_[2];  // of a product, and of the one after it
+    BlocksRoom blocks_[2];  // of a product, and of the one after it
+    Bf16Room bf16_rows_[2];
     std::vector<Scratch> scratch_;
     int64_t scratch_bytes_ = 0;
     std::vector<CacheAhead> cache_ahead_;

@@ -73,7 +73,7 @@ def test_gates_applied_between_products_give_the_bits_of_three_calls(rows: int, 
     products, narrow = _run("portable", q, x), torch.empty(rows, width)
     context(2, "portable").gate(products.data_ptr(), narrow.data_ptr(), rows, width, kind)
     gate_up, down, y = kernel.prepack(q), kernel.prepack(after), torch.full((rows, wide + 3), 7.0)
-    assert amx.gates(gate_up.view, down.view)
+    assert amx.gates(gate_up.view, down.view, rows)
     more = width // 32 * 32 + 32  # memory that is used again holds NaN, also where the last stretch ends early
     before = [kernel.prepack(_quantized(re.sub("g64", "g8", text), *size)) for size in ((2 * more, shape[1]), (wide, more))]
     nothing, unused = torch.full_like(x, float("nan")), torch.empty(rows, wide)
@@ -91,8 +91,8 @@ def test_gates_are_applied_apart_where_halves_are_not_whole_tiles(isa: str) -> N
     sizes = [plain, biased, _quantized("int4-g8-sym", 48, 64), _quantized("int4-g8-sym", 16, 32), _quantized("int4-g8-sym", 16, 24)]
     whole, other, half, after, after_half = (NativeBf16(2, isa).prepack(q).view for q in sizes)
     gates = context(2, isa).gates
-    assert gates(whole, after) == (isa == "amx")
-    assert not any((gates(other, after), gates(half, after_half), gates(whole, after_half)))
+    assert gates(whole, after, 1) == (isa == "amx")
+    assert not any(gates(*pair, 64) for pair in ((other, after), (half, after_half), (whole, after_half)))
     with pytest.raises(ValueError, match="gates between"):
         context(2, isa).linear_gated(half, after_half, 0, 0, 64, 0, 16, module().Activation.SILU)
 

@@ -87,11 +87,11 @@ NB_MODULE(_native, m) {
                 self.linear(weight, pointer<const float>(x), rows, x_stride, pointer<float>(y), y_stride);
             },
             nb::arg("weight"), nb::arg("x"), nb::arg("rows"), nb::arg("x_stride"), nb::arg("y"), nb::arg("y_stride"), nb::call_guard<nb::gil_scoped_release>());
-    context.def("gates", &Context::gates, nb::arg("gate_up"), nb::arg("down"), nb::arg("rows"), "Whether linear_gated takes the weights and is faster than the products one by one.");
+    context.def("gates", &Context::gates, nb::arg("gate_up"), nb::arg("down"), nb::arg("rows"), "Whether linear_gated takes the weights, and with integers so many rows.");
     context.def(
         "linear_gated",
         [](Context &self, const Weight &gate_up, const Weight &down, uintptr_t x, int64_t rows, int64_t x_stride, uintptr_t y, int64_t y_stride, Activation activation) {
-            if (!self.gates(gate_up, down, rows)) throw std::invalid_argument("no kernel here multiplies these weights and applies gates between them");
+            if (!self.gates(gate_up, down, rows)) throw std::invalid_argument("between the products with these weights no gates are applied here, or not for so few rows");
             self.linear_gated(gate_up, down, pointer<const float>(x), rows, x_stride, pointer<float>(y), y_stride, activation);
         },
         nb::arg("gate_up"), nb::arg("down"), nb::arg("x"), nb::arg("rows"), nb::arg("x_stride"), nb::arg("y"), nb::arg("y_stride"), nb::arg("activation"), nb::call_guard<nb::gil_scoped_release>());

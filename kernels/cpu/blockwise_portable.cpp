@@ -58,6 +58,7 @@ void round_rows(const Weight &w, const float *x, int64_t x_stride, const Rounded
             out.scales[at] = to.scale;
             if (centered(w)) out.middles[at] = 1 << 16 | (to.middle & 0xFFFF);
             for (int64_t l = 0; l < limbs(w); ++l) out.offsets[at * limbs(w) + l] = -w.zero * codes[l];
+            if (w.zero >= 0) continue;
             float &sum = out.sums[r * w.blocks + b];
             sum = std::fma(to.scale, static_cast<float>(wide ? 256 * codes[0] + codes[1] : codes[0]), s % segments ? sum : 0.0f);
         }

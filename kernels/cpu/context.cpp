@@ -39,7 +39,7 @@ bool blockwise(const Weight &w) { return w.activations == Activations::INT8 || w
 int64_t segment_at(const Weight &w, int64_t input) { return input / w.block_k * segments_of_block(w) + input % w.block_k / segment_inputs(w); }
 
 constexpr int64_t kStrip = kWideTiles * kTile;  // columns of a strip
-constexpr int64_t kGatedRows = 33;              // of fewer, gates take as long apart (16 and 24 rows: 1 % less), and 1 to 4 read two streams of weights 10 % slower than one
+constexpr int64_t kGatedRows = 33;              // fewer take no less time with gates at once (16 and 24 rows 1 % more), and 1 to 4 rows read two streams of weights 10 % slower than one
 
 // Inputs that one thread has to round: whole segments, and whole blocks where these have sums or shorter segments
 int64_t rounded_by_one(const Weight &w) { return w.zero < 0 || w.block_k % segment_inputs(w) ? w.block_k : segment_inputs(w); }
@@ -190,7 +190,7 @@ void Context::product_blockwise(const Weight &weight, const RoundedBlocks &round
 // A strip of gates beside the one that they are for, whose results are rounded while they are near
 void Context::gated_blockwise(const Weight &gate_up, const Weight &down, const RoundedBlocks &x, const RoundedBlocks &to, int64_t rows, Activation activation) {
     constexpr int64_t kNear = 16;  // rows that the first cache still has when they are rounded
-    const int64_t tiles = down.inputs() / kTile, unit = std::lcm(kStrip, rounded_by_one(down)) / kTile, room = blockwise_->scratch_bytes ? (blockwise_->scratch_bytes(gate_up) + 63) / 64 * 16 : 0;  // room: before that, floats
+    const int64_t tiles = down.inputs() / kTile, unit = std::lcm(kStrip, rounded_by_one(down)) / kTile, room = blockwise_->scratch_bytes ? (blockwise_->scratch_bytes(gate_up) + 63) / 64 * 16 : 0;  // room: floats that the product itself takes
     Cut cut = cut_strips(tiles, rows, blockwise_->tile_rows, blockwise_->most_rows, blockwise_->in_registers);
     cut.tiles = (cut.tiles + unit - 1) / unit * unit;
     grow_scratch((room + (2 * std::min(cut.rows, rows) + kNear) * kStrip) * static_cast<int64_t>(sizeof(float)));
@@ -216,7 +216,7 @@ bool Context::gates(const Weight &gate_up, const Weight &down, int64_t rows) con
     if (gate_up.columns != 2 * half) return false;
     if (blockwise(gate_up) && blockwise(down)) {
         const bool whole = down.block_k % segment_inputs(down) == 0 || kStrip % down.block_k == 0;  // segments of a strip
-        return rows >= kGatedRows && whole && half % std::lcm(kStrip, rounded_by_one(down)) == 0;
+        return rows >= kGatedRows && whole && half % kStrip == 0 && rounded_by_one(down) <= 2 * kStrip;  // longer blocks would make few tasks
     }
     return bf16_->gates && gate_up.activations == Activations::BF16 && down.activations == Activations::BF16 && half % kTile == 0 && !gate_up.bias;
 }
@@ -406,7 +406,7 @@ void Context::attention(const Attention &a, const int32_t *query_starts, int64_t
     };
     for (int64_t s = 0, w = 0; s < sequences; ++s) {
         const int64_t first = query_starts[s], end = query_starts[s + 1];
-        if (!wanted || end - first == 1) {  // an only query may be stored by its task
+        if (!wanted || stored_by_task(s)) {
             add_pieces(s, first, end);
             continue;
         }

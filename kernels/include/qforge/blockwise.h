@@ -58,7 +58,7 @@ struct RoundedBlocks {  // codes, sums, middles and group_scales can be read up 
     int32_t *pair_starts; // [rows][segments]: what sums of pairs start with (blockwise_avx512_pairs.cpp)
 };
 
-// Segments that are rounded one after the other, from one of a row on: those after it in the row, or the same of the rows after it
+// Segments that are rounded one after the other, `count` of them from one of a row on: those after it in the row, or the same ones of the rows after it
 struct Walk {
     int64_t row, segment, count;
     bool down;

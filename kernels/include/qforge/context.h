@@ -34,7 +34,8 @@ class Context {
     void linear(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, const Rows &before = {});
     // The same with x rounded to int8 row by row (integer.h), for INT4 and INT8 weights; static_scale 0 lets each row have its own scale
     void linear_int8(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, float static_scale, float *y, int64_t y_stride, const Rows &before = {});
-    // y = what `down` makes of activation(the first half of gate_up's columns) times the second half; for weights of which gates() is true
+    // y = what `down` makes of activation(the first half of gate_up's columns) times the second half; for weights of which gates() is true: in bf16 for any rows, else from so many
+    // on that it is faster than the products one by one
     bool gates(const Weight &gate_up, const Weight &down, int64_t rows) const;
     void linear_gated(const Weight &gate_up, const Weight &down, const float *x, int64_t rows, int64_t x_stride, float *y, int64_t y_stride, Activation activation, const Rows &before = {});
     void norm(const NormRows &norm, int64_t rows);  // alone, as tests look at them: a step has a product compute their rows
@@ -43,12 +44,13 @@ class Context {
     Rows rows_of(const ResidualRows &residual) const;
     Rows rows_of(const GateRows &gate) const;
     // Rotates, writes the cache, and attends for the tokens of a step; query_starts [sequences + 1]. A block that one sequence writes, no other one of the step may read.
-    // `next`: its results are rounded, too, for a product with that weight, of which rounds() is true: linear_rounded(). `wanted`: rows, rising, whose results somebody will look at; null: all
+    // `next`: its results are rounded, too, for a product with that weight, of which rounds() is true: linear_rounded(). `wanted`: rows, rising, whose results somebody will look at (what lies in
+    // the others' places is undefined, so not with `next`); null: all
     void attention(const Attention &attention, const int32_t *query_starts, int64_t sequences, const Weight *next = nullptr, const int64_t *wanted = nullptr, int64_t num_wanted = 0);
     bool rounds(const Attention &attention, const Weight &next) const;
     void linear_rounded(const Weight &weight, int64_t rows, float *y, int64_t y_stride);
     // Until that attention, or bring_nothing(), products of integers (but AMX's and those that unpack panels) bring the keys and values that it will read, each thread those of the
-    // tasks that it begins with; `products`: so many of their multiplications are to come.
+    // tasks that it begins with where all rows are wanted; `products`: so many of their multiplications are to come.
     void bring(const Attention &attention, const int32_t *query_starts, int64_t sequences, int64_t products);
     void bring_nothing();
     CacheAhead cache_ahead(int thread) const { return cache_ahead_[static_cast<size_t>(thread)]; }

@@ -1,4 +1,4 @@
-"""Activations that are rounded where they are made, by gates and by attention, for a product with integers (kernels/include/qforge/blockwise.h): the bits of one call after the other."""
+"""Activations that are rounded where they are made, by gates and by attention, for a product with integers (kernels/include/qforge/blockwise.h): bits of calls one by one."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def _run(isa: str, bits: int, q: QuantizedLinear, x: torch.Tensor) -> torch.Tens
 @pytest.mark.parametrize("rows", [FEWEST, 64, 100, 300])
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("int4-g64-sym", "int4-g64-sym"), ("int4-g32-asym", "int4-g64-asym"), ("int4-g64-sym", "int4-g128-asym"), ("int8-g64-sym", "int4-g128-sym"), ("int4-g64-asym", "int4-g32-asym"),
-     ("int4-g64-sym", "int4-g16-sym"), ("int4-g64-sym", "int4-g8-asym"), ("int4-g64-sym", "int8-g64-asym"), ("int4-g64-sym", "int4-channel-sym"), ("int4-g64-sym", "int4-channel-asym")],
+    [("int4-g64-sym", "int4-g64-sym"), ("int4-g32-asym", "int4-g64-asym"), ("int4-g64-sym", "int4-g128-asym"), ("int8-g64-sym", "int4-g128-sym"),
+     ("int4-g64-asym", "int4-g32-asym"), ("int4-g64-sym", "int4-g16-sym"), ("int4-g64-sym", "int4-g8-asym"), ("int4-g64-sym", "int8-g64-asym"),
+     ("int4-g64-sym", "int4-channel-sym"), ("int4-g64-sym", "int4-channel-asym")],
 )  # fmt: skip
 @pytest.mark.parametrize("width", [128, 384])
 def test_gates_applied_between_products_give_the_bits_of_three_calls(isa: str, bits: int, rows: int, before: str, after: str, width: int) -> None:
@@ -82,7 +83,10 @@ def test_gates_are_applied_apart_where_strips_are_no_whole_segments(isa: str, bi
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("queries", [[1], [1, 1], [1] * 9, [40, *[1] * 10], [7, 300, 1]])  # tasks are heads; sequences; both
-@pytest.mark.parametrize(("wide", "text"), [(64, "int4-g64-sym"), (64, "int4-g64-asym"), (64, "int8-g32-sym"), (32, "int4-g32-asym"), (128, "int4-g128-asym"), (64, "int4-channel-sym")])
+@pytest.mark.parametrize(
+    ("wide", "text"),
+    [(64, "int4-g64-sym"), (64, "int4-g64-asym"), (64, "int8-g32-sym"), (32, "int4-g32-asym"), (128, "int4-g128-asym"), (64, "int4-channel-sym")],
+)
 def test_attention_rounds_for_the_product_after_it(isa: str, bits: int, queries: list[int], wide: int, text: str) -> None:
     ops, kernel, a = NativeLayers(2, isa, "int8"), NativeRounded(bits, 2, isa), AttentionParameters(6, 2, wide, 0, 0.2)
     rows, counts = sum(queries), [-(-n // 16) for n in queries]

@@ -14,6 +14,17 @@ native: Any = module()
 ACTIVATIONS = {"silu": native.Activation.SILU, "gelu_pytorch_tanh": native.Activation.GELU_TANH}
 
 
+def beginnings(queries: list[int]) -> tuple[Batch, int]:
+    """Sequences of which nothing is in the cache yet, with so many queries each, in blocks of 16; and how many blocks these are."""
+    counts = [-(-n // 16) for n in queries]
+    positions = torch.cat([torch.arange(n) for n in queries])
+    tables, first = torch.zeros(len(queries), max(counts), dtype=torch.int32), [0, *torch.tensor(counts).cumsum(0).tolist()]
+    for row, i, j in zip(tables, first, first[1:], strict=False):
+        row[: j - i] = torch.arange(i, j)
+    slots = torch.cat([16 * i + torch.arange(n) for i, n in zip(first, queries, strict=False)])
+    return Batch(positions, slots, tables, torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)), first[-1]
+
+
 class NativeLayers:
     def __init__(self, threads: int, isa: str, kv_cache: str = "fp32") -> None:
         self._threads, self._isa, self._kv_cache = threads, isa, kv_cache

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from native_layers import NativeLayers
+from native_layers import NativeLayers, beginnings
 
 from qforge import numerics
-from qforge.ops.layers import AttentionParameters, Batch
+from qforge.ops.layers import AttentionParameters
 from qforge.ops.native import NativeBf16
 from qforge.ops.native_module import context, instruction_sets, module
 from qforge.qlinear import QuantizedLinear
@@ -102,17 +102,10 @@ def test_gates_are_applied_apart_where_halves_are_not_whole_tiles(isa: str) -> N
 @pytest.mark.parametrize("wide", [32, 64])  # of a head; 64: by AMX's tiles
 def test_attention_rounds_for_the_product_after_it(isa: str, queries: list[int], wide: int) -> None:
     ops, kernel, a = NativeLayers(2, isa, "int8"), NativeBf16(2, isa), AttentionParameters(6, 2, wide, 0, 0.2)
-    rows, longest = sum(queries), max(queries)
-    counts = [-(-n // 16) for n in queries]
-    positions = torch.cat([torch.arange(n) for n in queries])
-    tables, first = torch.zeros(len(queries), max(counts), dtype=torch.int32), [0, *torch.tensor(counts).cumsum(0).tolist()]
-    for row, i, j in zip(tables, first, first[1:], strict=False):
-        row[: j - i] = torch.arange(i, j)
-    slots = torch.cat([16 * i + torch.arange(n) for i, n in zip(first, queries, strict=False)])
-    batch = Batch(positions, slots, tables, torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32))
+    rows, longest, (batch, blocks) = sum(queries), max(queries), beginnings(queries)
     q = _quantized("int4-g64-sym", 50, 6 * wide)
     after, y = kernel.prepack(q), torch.empty(rows, 50)
-    cache, rope = ops.cache(first[-1], 16, 2, wide), (torch.ones(longest, wide // 2), torch.zeros(longest, wide // 2))
+    cache, rope = ops.cache(blocks, 16, 2, wide), (torch.ones(longest, wide // 2), torch.zeros(longest, wide // 2))
     out = ops.attention(_inputs(rows, 10 * wide), a, cache, rope, batch, after.view)
     context(2, isa).linear_rounded(after.view, rows, y.data_ptr(), 50)
     assert torch.equal(y, _run(isa, q, out))

@@ -4,18 +4,33 @@
 namespace qforge {
 namespace {
 
-// totals += weight scale * part, less what zero points that differ take away; row_sum: of the first row's first block
-template <bool Z, int R, int T>
-inline __attribute__((always_inline)) void add_block(V::Floats (&total)[R][T], V::Floats (&part)[R][T], const Weight &w, int64_t tile, int64_t block, const float *row_sum) {
-    for (int t = 0; t < T; ++t) {
-        const int64_t at = ((tile + t) * w.blocks + block) * kTile;
-        const V::Floats weight_scale = V::load(w.scales + at);
-#pragma GCC unroll 6
-        for (int r = 0; r < R; ++r) {
-            if constexpr (!Z) part[r][t] = V::fma_minus(V::zeros(w.zeros + at), V::spread(row_sum[r * w.blocks + block]), part[r][t]);
-            total[r][t] = V::fma(weight_scale, part[r][t], total[r][t]);
+// What a block of T tiles is multiplied with
+template <bool Z, int T>
+struct BlockScales {
+    V::Floats scale[T], zero[T];
+
+    BlockScales(const Weight &w, int64_t tile, int64_t block) {
+        for (int t = 0; t < T; ++t) {
+            const int64_t at = ((tile + t) * w.blocks + block) * kTile;
+            scale[t] = V::load(w.scales + at);
+            if constexpr (!Z) zero[t] = V::zeros(w.zeros + at);
         }
     }
+    // A row's total += weight scale * part, less what zero points that differ take away
+    __attribute__((always_inline)) void add(V::Floats (&total)[T], V::Floats (&part)[T], const float *row_sum) const {
+        for (int t = 0; t < T; ++t) {
+            if constexpr (!Z) part[t] = V::fma_minus(zero[t], V::spread(*row_sum), part[t]);
+            total[t] = V::fma(scale[t], part[t], total[t]);
+        }
+    }
+};
+
+// The same for R rows; row_sum: of the first row's first block
+template <bool Z, int R, int T>
+inline __attribute__((always_inline)) void add_block(V::Floats (&total)[R][T], V::Floats (&part)[R][T], const Weight &w, int64_t tile, int64_t block, const float *row_sum) {
+    const BlockScales<Z, T> by(w, tile, block);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) by.add(total[r], part[r], row_sum + r * w.blocks + block);
 }
 
 template <int R, int T>

@@ -54,7 +54,7 @@ void product(const BlockwisePiece &p, int64_t row, int64_t rows, int64_t tile, c
     const int64_t inputs = w.inputs(), of_block = segments_of_block(w), segments = w.blocks * of_block;
     const int8_t *x = p.rounded.codes + row * L * inputs;
     const float *scale = p.rounded.group_scales + row * segments, *row_sum = p.rounded.sums + row * w.blocks;
-    const int32_t *middle = p.rounded.middles + row * segments;
+    const CenteredSegment *centered = p.rounded.centered + row * segments;
     const int16_t *code_sums = C ? code_sums_of(w, tile) : nullptr;
     const __m512i zero_sum = _mm512_set1_epi32(Z ? w.zero * static_cast<int>(kCentered) : 0), lower_half = _mm512_set1_epi32(0xFFFF);
     float *y = p.y + row * p.y_stride + tile * kTile;
@@ -86,7 +86,7 @@ void product(const BlockwisePiece &p, int64_t row, int64_t rows, int64_t tile, c
 #pragma GCC unroll 2
                 for (int i = 0; i < S; ++i) {
                     __m512i whole = _mm512_load_si512(sum[i * L][r]);
-                    if constexpr (C) whole = V::add_products_of(whole, codes[i], middle[r * segments + segment + i]);
+                    if constexpr (C) whole = V::add_products_of(whole, codes[i], centered[r * segments + segment + i].middle);
                     if constexpr (L == 2) whole = V::join(whole, _mm512_load_si512(sum[i * L + 1][r]));
                     part = _mm512_fmadd_ps(_mm512_set1_ps(scale[i * kRows + r]), _mm512_cvtepi32_ps(whole), part);
                 }
@@ -123,7 +123,7 @@ void round_rows(const Weight &w, const float *x, int64_t x_stride, const Rounded
     blockwise_avx512_vnni.round_rows(w, x, x_stride, rounded, row, row_end, segment, segment_end);
     const int64_t segments = w.blocks * segments_of_block(w);
     for (int64_t r = row; r < row_end; ++r)
-        for (int64_t s = segment; s < segment_end; ++s) rounded.group_scales[(r / kRows * segments + s) * kRows + r % kRows] = rounded.scales[r * segments + s];
+        for (int64_t s = segment; s < segment_end; ++s) rounded.group_scales[(r / kRows * segments + s) * kRows + r % kRows] = centered(w) ? rounded.centered[r * segments + s].scale : rounded.scales[r * segments + s];
 }
 
 void piece(const BlockwisePiece &p, void *scratch) {

@@ -32,10 +32,11 @@ Rounding centered_rounding(const float *x, int64_t inputs) {
         high = std::max(high, x[i]);
         low = std::min(low, x[i]);
     }
-    const float half = std::max(high * 0.5f - low * 0.5f, std::max(std::fabs(high), std::fabs(low)) * 0x1p-6f);
+    const float half = std::max(high * 0.5f - low * 0.5f, std::max(std::fabs(high), std::fabs(low)) * kCenteredLeast);
     if (half < 0x1p-100f) return {0, 0};
+    if (half >= kCenteredHuge) return {std::numeric_limits<float>::quiet_NaN(), 0};
     const float inverse = kCenteredMost / half;
-    return {half / kCenteredMost, inverse, static_cast<int>(std::nearbyint((high * 0.5f + low * 0.5f) * inverse))};
+    return {without_last_bits(half / kCenteredMost), inverse, static_cast<int>(std::nearbyint((high * 0.5f + low * 0.5f) * inverse))};
 }
 
 void round_rows(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &out, int64_t row, int64_t row_end, int64_t segment, int64_t segment_end) {
@@ -55,9 +56,12 @@ void round_rows(const Weight &w, const float *x, int64_t x_stride, const Rounded
                 if (wide) low[first + i] = static_cast<int8_t>(code - 256 * high[first + i]);
                 if (wide) codes[1] += low[first + i];
             }
-            out.scales[at] = to.scale;
-            if (centered(w)) out.middles[at] = 1 << 16 | (to.middle & 0xFFFF);
-            for (int64_t l = 0; l < limbs(w); ++l) out.offsets[at * limbs(w) + l] = -w.zero * codes[l];
+            if (centered(w)) {
+                out.centered[at] = {to.scale, to.scale * kMagic, -w.zero * codes[0], 1 << 16 | (to.middle & 0xFFFF)};
+            } else {
+                out.scales[at] = to.scale;
+                for (int64_t l = 0; l < limbs(w); ++l) out.offsets[at * limbs(w) + l] = -w.zero * codes[l];
+            }
             if (w.zero >= 0) continue;
             float &sum = out.sums[r * w.blocks + b];
             sum = std::fma(to.scale, static_cast<float>(wide ? 256 * codes[0] + codes[1] : codes[0]), s % segments ? sum : 0.0f);
@@ -82,13 +86,14 @@ void one_tile(const BlockwisePiece &p, int64_t row, int64_t tile) {
         for (int64_t s = 0; s < segments; ++s) {
             int32_t sum[kTile] = {};
             const int64_t segment = (row * w.blocks + b) * segments + s;
-            const int middle = centered(w) ? static_cast<int16_t>(p.rounded.middles[segment]) : 0;
+            const int middle = centered(w) ? static_cast<int16_t>(p.rounded.centered[segment].middle) : 0;
+            const float scale = centered(w) ? p.rounded.centered[segment].scale : p.rounded.scales[segment];
             for (int64_t k = s * whole; k < std::min(w.block_k, (s + 1) * whole); ++k) {
                 const int64_t i = b * w.block_k + k;
                 const int code = wide ? 256 * high[i] + low[i] : high[i] + middle;
                 for (int n = 0; n < kTile; ++n) sum[n] += code * (weight_code(w, chunks_of(w, tile) + (b * chunks + k / 8) * bytes, k % 8, n) - std::max(w.zero, 0));
             }
-            for (int n = 0; n < kTile; ++n) part[n] = std::fma(p.rounded.scales[segment], static_cast<float>(sum[n]), part[n]);
+            for (int n = 0; n < kTile; ++n) part[n] = std::fma(scale, static_cast<float>(sum[n]), part[n]);
         }
         for (int n = 0; n < kTile; ++n) {
             if (w.zero < 0) part[n] = std::fma(-static_cast<float>(w.zeros[at * kTile + n]), p.rounded.sums[row * w.blocks + b], part[n]);

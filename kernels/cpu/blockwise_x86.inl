@@ -2,7 +2,8 @@
 //   largest_bits(x, inputs): the bits of the largest magnitude; round_segment<bytes of a code>(x, inputs, inverse, high bytes, low bytes) -> CodeSums;
 //   largest_bits_of_four(x, x_step, bits): the same for four whole segments, x_step inputs apart; round_four(x, x_step, inverses, bytes, byte_step, sums): their codes of one byte, or false where it leaves them to round_segment;
 //   for segments around a middle extremes(x, inputs), extremes_of_four(x, x_step, high, low), round_centered(x, inputs, inverse, middle, bytes) -> sum of those bytes, round_four_centered(x, x_step, inverses, middles, bytes, byte_step, sums);
-//   V: 16 columns side by side (sums_x86.inl), V::Floats, V::Integers; V::kCodeRows<F, bytes of a code>: code rows whose sums its registers hold; V::kSpan: inputs whose products of a byte and 4 bits V::Sums hold.
+//   V: 16 columns side by side (sums_x86.inl), V::Floats, V::Integers; V::kCodeRows<F, bytes of a code>: code rows whose sums its registers hold; V::kSpan: inputs whose products of a byte and 4 bits V::Sums hold;
+//   V::kByMagic: whether sums of a block that is one segment become floats by kMagic.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -73,9 +74,9 @@ void measure_centered(const Places<kCentered> &places, int64_t done, int64_t her
     }
     for (int64_t i = 0; i < here; ++i) {
         const float h = __builtin_bit_cast(float, ordered(high[i])), l = __builtin_bit_cast(float, ordered(low[i]));
-        const float half = std::max(h * 0.5f - l * 0.5f, std::max(__builtin_fabsf(h), __builtin_fabsf(l)) * 0x1p-6f);
-        const bool finite = high[i] < kInfinity && low[i] > kMinusInfinity, has_codes = finite && half >= 0x1p-100f;
-        to.scale[i] = has_codes ? half / kCenteredMost : finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+        const float half = std::max(h * 0.5f - l * 0.5f, std::max(__builtin_fabsf(h), __builtin_fabsf(l)) * kCenteredLeast);
+        const bool finite = high[i] < kInfinity && low[i] > kMinusInfinity && half < kCenteredHuge, has_codes = finite && half >= 0x1p-100f;
+        to.scale[i] = has_codes ? without_last_bits(half / kCenteredMost) : finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
         to.inverse[i] = has_codes ? kCenteredMost / half : 0.0f;
         to.middle[i] = has_codes ? static_cast<int32_t>(__builtin_nearbyintf((h * 0.5f + l * 0.5f) * to.inverse[i])) : 0;
     }
@@ -87,6 +88,7 @@ void round_walk(const Weight &w, const float *x, int64_t x_stride, const Rounded
     constexpr int64_t kWhole = C ? kCentered : kSegment;
     const int64_t inputs = w.inputs(), in_block = segments_of_block(w), segments = w.blocks * in_block, step = walk.down ? segments : 1;
     const Places<kWhole> places{x, out.codes + walk.row * L * inputs + first_input(w, walk.segment), walk.down ? x_stride : kWhole, walk.down ? L * inputs : kWhole, w.block_k, in_block, w.block_k % kWhole == 0};
+    const int32_t first = V::kByMagic && one_segment(w) ? kMagicBits : 0;
     int64_t at = walk.row * segments + walk.segment;
     for (int64_t done = 0; done < walk.count; done += kAtOnce) {
         const int64_t here = std::min(kAtOnce, walk.count - done), fours = places.whole ? here / 4 * 4 : 0;
@@ -112,10 +114,13 @@ void round_walk(const Weight &w, const float *x, int64_t x_stride, const Rounded
             ++i;
         }
         for (int64_t i = 0; i < here; ++i, at += step) {
-            out.scales[at] = to.scale[i];
-            out.offsets[at * L] = -w.zero * (C ? codes[i].all : codes[i].high);
-            if (L == 2) out.offsets[at * L + 1] = -w.zero * (codes[i].all - 256 * codes[i].high);
-            if (C) out.middles[at] = 1 << 16 | (to.middle[i] & 0xFFFF);
+            if constexpr (C) {
+                out.centered[at] = {to.scale[i], to.scale[i] * kMagic, first - w.zero * codes[i].all, 1 << 16 | (to.middle[i] & 0xFFFF)};
+            } else {
+                out.scales[at] = to.scale[i];
+                out.offsets[at * L] = -w.zero * codes[i].high;
+                if (L == 2) out.offsets[at * L + 1] = -w.zero * (codes[i].all - 256 * codes[i].high);
+            }
             if (w.zero >= 0) continue;
             float &sum = out.sums[at / in_block];
             sum = __builtin_fmaf(to.scale[i], static_cast<float>(codes[i].all), at % in_block ? sum : 0.0f);
@@ -184,7 +189,7 @@ struct Product {
                 V::put_away(total);
                 if (left < w.block_k) V::put_away(part);
                 V::Sums sum[R * L][kSums<F, T>];
-                start_sums<F, L, Z, R * L, T>(sum, offset, stride * L);
+                start_sums(sum, [&](int c) { return Z ? offset[c / L * stride * L + c % L] : 0; });
                 if (left >= kSegment) {  // apart, so that its loop has no end to look for
                     add_chunks<F, R * L, T>(sum, chunk, x, inputs, kSegment / 8);
                     x += kSegment;
@@ -203,26 +208,22 @@ struct Product {
 
 // ---- product of segments around a middle ----
 
-// Where a row's segments have their numbers
-struct Numbers {
-    const float *scale;
-    const int32_t *offset, *middle;
-};
-
-// part = fma(scale of the row's segment, sum over `chunks` chunks, part) for R rows x T tiles; First: part = scale * sum. Two: in two parts, the first of 32 inputs
-template <bool Z, bool First, bool Two, int R, int T>
-inline __attribute__((always_inline)) void add_centered(V::Floats (&part)[R][T], const uint8_t *(&chunk)[T], const int8_t *x, int64_t inputs, int64_t chunks, const Numbers &n, int64_t stride, const int16_t *const (&code_sums)[T]) {
+// part = fma(scale of the row's segment, sum over `chunks` chunks, part) for R rows x T tiles; First: part = scale * sum; Magic: the same, with sums that start with kMagicBits. Two: in two parts, the first of 32 inputs
+template <bool Z, bool First, bool Magic, bool Two, int R, int T>
+inline __attribute__((always_inline)) void add_centered(V::Floats (&part)[R][T], const uint8_t *(&chunk)[T], const int8_t *x, int64_t inputs, int64_t chunks, const CenteredSegment *n, int64_t stride, const int16_t *const (&code_sums)[T]) {
     constexpr Format F = Format::INT4;
     V::Sums sum[R][kSums<F, T>];
     V::Integers before[R][T];
-    start_sums<F, 1, Z, R, T>(sum, n.offset, stride);
+    constexpr int32_t kNone = Magic ? kMagicBits : 0;  // in the place of an offset
+    const auto start = [&](int c) { return Z ? n[c * stride].offset : kNone; };
+    start_sums(sum, start);
     if constexpr (Two) {
         add_chunks<F, R, T>(sum, chunk, x, inputs, kSegment / 8);
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r)
-            for (int t = 0; t < T; ++t) before[r][t] = V::whole<F>(&sum[r][t], Z ? n.offset[r * stride] : 0);
+            for (int t = 0; t < T; ++t) before[r][t] = V::whole<F>(&sum[r][t], start(r));
         V::put_away(before);
-        start_sums<F, 1, false, R, T>(sum, n.offset, stride);
+        start_sums(sum, [](int) { return 0; });
         add_chunks<F, R, T>(sum, chunk, x + kSegment, inputs, chunks - kSegment / 8);
     } else {
         add_chunks<F, R, T>(sum, chunk, x, inputs, chunks);
@@ -231,10 +232,12 @@ inline __attribute__((always_inline)) void add_centered(V::Floats (&part)[R][T],
         const V::Integers codes = V::load_words(code_sums[t]);
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
-            V::Integers whole = V::whole<F>(&sum[r][t], Z && !Two ? n.offset[r * stride] : 0);
+            V::Integers whole = V::whole<F>(&sum[r][t], Two ? 0 : start(r));
             if constexpr (Two) whole = V::add(before[r][t], whole);
-            const V::Floats by = V::spread(n.scale[r * stride]), value = V::to_floats(V::add_products_of(whole, codes, n.middle[r * stride]));
-            part[r][t] = First ? V::multiply(by, value) : V::fma(by, value, part[r][t]);
+            whole = V::add_products_of(whole, codes, n[r * stride].middle);
+            const V::Floats by = V::spread(n[r * stride].scale);
+            if constexpr (Magic) part[r][t] = V::fma_less(by, V::as_floats(whole), V::spread(n[r * stride].magic));
+            else part[r][t] = First ? V::multiply(by, V::to_floats(whole)) : V::fma(by, V::to_floats(whole), part[r][t]);
         }
     }
 }
@@ -259,7 +262,7 @@ struct CenteredProduct {
         const int64_t inputs = w.inputs(), stride = w.blocks * segments_of_block(w);
         const int8_t *x = p.rounded.codes + row * inputs;
         const float *row_sum = p.rounded.sums + row * w.blocks;
-        Numbers n{p.rounded.scales + row * stride, p.rounded.offsets + row * stride, p.rounded.middles + row * stride};
+        const CenteredSegment *n = p.rounded.centered + row * stride;
         const uint8_t *chunk[T];
         const int16_t *code_sums[T];
         V::Floats total[R][T];
@@ -275,7 +278,7 @@ struct CenteredProduct {
         const auto go_on = [&](int64_t by) {
             x += by;
             for (int t = 0; t < T; ++t) code_sums[t] += kTile;
-            ++n.scale, ++n.offset, ++n.middle;
+            ++n;
         };
         for (int64_t b = 0; b < w.blocks; ++b) {
             codes_ahead.fetch();
@@ -284,7 +287,7 @@ struct CenteredProduct {
             V::Floats part[R][T];
             V::put_away(total);
             if constexpr (One) {
-                add_centered<Z, true, kTwo>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
+                add_centered<Z, true, V::kByMagic, kTwo>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
                 go_on(kCentered);
             } else {
                 int64_t left = w.block_k;
@@ -294,16 +297,16 @@ struct CenteredProduct {
                         for (int t = 0; t < T; ++t) part[r][t] = V::spread(0);
                 for (; left >= kCentered; left -= kCentered, go_on(kCentered)) {
                     if (V::kAway && left == w.block_k) {
-                        add_centered<Z, true, kTwo>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
+                        add_centered<Z, true, false, kTwo>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
                     } else {
                         V::put_away(part);
-                        add_centered<Z, false, kTwo>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
+                        add_centered<Z, false, false, kTwo>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
                     }
                 }
                 if (left > 0) {
                     V::put_away(part);
-                    if (V::kSpan < kCentered && left > kSegment) add_centered<Z, false, true>(part, chunk, x, inputs, left / 8, n, stride, code_sums);
-                    else add_centered<Z, false, false>(part, chunk, x, inputs, left / 8, n, stride, code_sums);
+                    if (V::kSpan < kCentered && left > kSegment) add_centered<Z, false, false, true>(part, chunk, x, inputs, left / 8, n, stride, code_sums);
+                    else add_centered<Z, false, false, false>(part, chunk, x, inputs, left / 8, n, stride, code_sums);
                     go_on(left);
                 }
             }
@@ -314,7 +317,7 @@ struct CenteredProduct {
 };
 
 template <bool Z>
-void any_blocks(const BlockwisePiece &p) { p.weight->block_k == kCentered ? all_rows(p, CenteredProduct<Z, true>(p)) : all_rows(p, CenteredProduct<Z, false>(p)); }
+void any_blocks(const BlockwisePiece &p) { one_segment(*p.weight) ? all_rows(p, CenteredProduct<Z, true>(p)) : all_rows(p, CenteredProduct<Z, false>(p)); }
 
 template <Format F, int L>
 void any_zeros(const BlockwisePiece &p) { p.weight->zero < 0 ? all_rows(p, Product<F, L, false>(p)) : all_rows(p, Product<F, L, true>(p)); }

@@ -168,9 +168,9 @@ RoundedBlocks Context::BlocksRoom::of(const Weight &weight, int64_t rows) {
     grow(group_scales_, whole * segments);
     grow(sums_, whole * weight.blocks);
     grow(offsets_, rows * segments * limbs(weight));
-    grow(middles_, whole * segments);
-    grow(pair_starts_, rows * segments);
-    return {codes_.data(), scales_.data(), sums_.data(), group_scales_.data(), offsets_.data(), middles_.data(), pair_starts_.data()};
+    grow(centered_, whole * segments);
+    grow(pairs_, rows * segments);
+    return {codes_.data(), scales_.data(), sums_.data(), group_scales_.data(), offsets_.data(), centered_.data(), pairs_.data()};
 }
 
 RoundedBlocks Context::rounded_blocks(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, const Rows &before) {

@@ -13,12 +13,12 @@ namespace {
 template <Format F, int T>
 constexpr int kSums = T * V::kParts<F>;  // of a code row and T tiles
 
-// sums of C code rows x T tiles = their offsets: of code row c, offsets[c / L * stride + c % L]
-template <Format F, int L, bool Z, int C, int T>
-inline __attribute__((always_inline)) void start_sums(V::Sums (&sum)[C][kSums<F, T>], const int32_t *offsets, int64_t stride) {
+// sums of C code rows x T tiles = offset(c) of code row c
+template <int C, int N, typename Offset>
+inline __attribute__((always_inline)) void start_sums(V::Sums (&sum)[C][N], const Offset &offset) {
 #pragma GCC unroll 6
     for (int c = 0; c < C; ++c)
-        for (auto &s : sum[c]) s = V::start(Z ? offsets[c / L * stride + c % L] : 0);
+        for (auto &s : sum[c]) s = V::start(offset(c));
 }
 
 // sums += products over 4 inputs, one half of chunk `at`; First: sums = those products

@@ -53,6 +53,7 @@ struct V {
     using Sums = __m512i;
     using Integers = __m512i;
     static constexpr int64_t kSpan = 64;
+    static constexpr bool kByMagic = true;
     template <Format F>
     static constexpr int kParts = 1;
     static constexpr bool kFirst = false;
@@ -86,6 +87,7 @@ struct V {
     static Integers add_products_of(Integers sum, Integers pairs, int32_t pair) { return _mm512_dpwssd_epi32(sum, pairs, _mm512_set1_epi32(pair)); }
     static __m512i join(__m512i high, __m512i low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
     static Floats to_floats(__m512i sum) { return _mm512_cvtepi32_ps(sum); }
+    static Floats as_floats(__m512i bits) { return _mm512_castsi512_ps(bits); }
 
     static constexpr bool kAway = false;  // the compiler chooses which parts and totals lie in memory: all of them took 15 % longer
     template <typename Array>
@@ -95,6 +97,7 @@ struct V {
     static Floats zeros(const uint8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)))); }
     static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
     static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+    static Floats fma_less(Floats a, Floats b, Floats c) { return _mm512_fmsub_ps(a, b, c); }
     static Floats fma_minus(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
     static void store(float *y, Floats v, const float *bias, int64_t columns) {
         const __mmask16 mask = columns >= kTile ? 0xFFFF : static_cast<__mmask16>((1u << columns) - 1);

@@ -17,8 +17,9 @@ std::vector<float> product(const BlockwiseFunctions &f, const Weight &w, const s
     const auto whole = static_cast<size_t>((rows + 15) / 16 * 16), inputs = static_cast<size_t>(w.inputs()), segments = static_cast<size_t>(w.blocks * segments_of_block(w));
     std::vector<int8_t> codes(whole * inputs * 2);
     std::vector<float> scales(whole * segments), sums(whole * static_cast<size_t>(w.blocks)), group_scales(whole * segments), y(static_cast<size_t>(rows * w.columns), -1.0f);
-    std::vector<int32_t> offsets(whole * segments * 2), middles(whole * segments), starts(whole * segments);
-    const RoundedBlocks rounded{codes.data(), scales.data(), sums.data(), group_scales.data(), offsets.data(), middles.data(), starts.data()};
+    std::vector<int32_t> offsets(whole * segments * 2);
+    std::vector<CenteredSegment> centered(whole * segments);
+    const RoundedBlocks rounded{codes.data(), scales.data(), sums.data(), group_scales.data(), offsets.data(), centered.data(), nullptr};
     f.round_rows(w, x.data(), w.inputs(), rounded, 0, rows, 0, w.blocks * segments_of_block(w));
     const Room scratch = room(f.scratch_bytes ? f.scratch_bytes(w) : 64);
     CacheAhead nothing;

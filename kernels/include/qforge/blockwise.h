@@ -4,10 +4,10 @@
 //   Segments of 32. With largest magnitude m, and most = 127 (8 bits) or 32512 (16):
 //     scale = m / most;  code = round to nearest, ties to even, of x * (most / m).  Where m < 2^-100 scale and codes are 0.
 //     A 16-bit code is kept as two bytes, code = 256 * high + low with low in [-128, 127], each of which multiplies weights by itself.
-//   Segments of 64. With the largest value h and the smallest l, half = max(h / 2 - l / 2, max(|h|, |l|) / 64):
-//     scale = half / 119.875;  code = round of x * (119.875 / half);  middle = round of (h / 2 + l / 2) * (119.875 / half).  Where half < 2^-100 scale, codes and middle are 0.
-//     |code| < 2^13; what is kept is code - middle, from -120 to 120, and the middle.
-//   Where an input is no number or infinite, scale = NaN, codes and middle are 0.
+//   Segments of 64. With the largest value h and the smallest l, half = max(h / 2 - l / 2, max(|h|, |l|) / 32):
+//     scale = half / 119.875 without the last two of its 24 bits;  code = round of x * (119.875 / half);  middle = round of (h / 2 + l / 2) * (119.875 / half).  Where half < 2^-100 scale, codes and middle are 0.
+//     |code| < 2^12; what is kept is code - middle, from -120 to 120, and the middle.
+//   Where an input is no number or infinite (or half >= 2^110), scale = NaN, codes and middle are 0.
 //   sum of a block = 0; for each segment: sum = fma(scale, (float) (sum of its codes), sum)
 //
 // Sums. For each output: total = 0; for each block: part = 0;
@@ -25,13 +25,20 @@
 namespace qforge {
 
 constexpr int64_t kSegment = 32;   // |sum| of 16-bit codes times bytes stays below 2^28; of one byte times 4-bit codes, by lanes of 8, below 2^15
-constexpr int64_t kCentered = 64;  // inputs of a segment around a middle; |sum| stays below 2^24, so that it is exact as a float
+constexpr int64_t kCentered = 64;  // inputs of a segment around a middle; |sum| stays below 2^22
 constexpr float kCenteredMost = 119.875f;  // 120, and room for the rounding of two products: bytes hold the sum of a code and one of 4 bits
+constexpr float kCenteredLeast = 0x1p-5f;  // half, of the largest magnitude
+constexpr float kCenteredHuge = 0x1p110f;
+
+// A sum that starts with kMagicBits has the bits of kMagic + sum as a float, so that fma(scale, that, -(scale * kMagic)), where the scale's 22 bits make scale * kMagic exact, is scale * (float) sum: one instruction in the place of two.
+constexpr float kMagic = 0x1.8p23f;
+constexpr int32_t kMagicBits = 0x4B400000;
 
 inline bool centered(const Weight &w) { return w.format == Format::INT4 && w.activations == Activations::INT8; }
 inline int64_t segment_inputs(const Weight &w) { return centered(w) ? kCentered : kSegment; }
 inline int64_t segments_of_block(const Weight &w) { return (w.block_k + segment_inputs(w) - 1) / segment_inputs(w); }
 inline int64_t first_input(const Weight &w, int64_t segment) { return segment / segments_of_block(w) * w.block_k + segment % segments_of_block(w) * segment_inputs(w); }
+inline bool one_segment(const Weight &w) { return centered(w) && w.block_k == kCentered; }  // a block
 inline int64_t limbs(const Weight &w) { return w.activations == Activations::INT16 ? 2 : 1; }  // bytes of a code
 
 // A tile of such a weight begins with sums of its codes, int16 [segments of a row][16 columns], up to a multiple of 64 bytes; then come the codes (linear.h).
@@ -39,6 +46,8 @@ inline int64_t code_sums_bytes(const Weight &w) { return centered(w) ? (w.blocks
 inline int64_t tile_bytes(const Weight &w) { return code_sums_bytes(w) + w.inputs() / 8 * chunk_bytes(w.format); }
 inline const int16_t *code_sums_of(const Weight &w, int64_t tile) { return reinterpret_cast<const int16_t *>(w.codes + tile * tile_bytes(w)); }
 inline const uint8_t *chunks_of(const Weight &w, int64_t tile) { return w.codes + tile * tile_bytes(w) + code_sums_bytes(w); }
+
+inline float without_last_bits(float scale) { return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, scale) & ~3u); }
 
 struct Extremes {  // of a segment: bits of floats, changed so that they rise as integers with the values
     int32_t high, low;
@@ -48,14 +57,25 @@ struct CodeSums {  // of a segment
     int32_t all, high;  // of codes; of their high bytes, or of codes where they have one byte
 };
 
-struct RoundedBlocks {  // codes, sums, middles and group_scales can be read up to whole groups of 16 rows, where a task begins
-    int8_t *codes;        // [rows][limbs][inputs()], the high byte first
-    float *scales;        // [rows][blocks][segments_of_block]
-    float *sums;          // [rows][blocks], where zero points differ
-    float *group_scales;  // [(rows + 15) / 16][blocks][segments_of_block][16]: scales once more, for tiles of 16 rows
-    int32_t *offsets;     // [rows][blocks][segments_of_block][limbs]: - zero * sum of those bytes (around a middle: of whole codes), where there is one zero point
-    int32_t *middles;     // [rows][blocks][segments_of_block]: the middle in the lower 16 bits, 1 in the upper ones; where segments have one
-    int32_t *pair_starts; // [rows][segments]: what sums of pairs start with (blockwise_avx512_pairs.cpp)
+struct CenteredSegment {
+    float scale, magic;  // scale * kMagic
+    int32_t offset;      // - zero * sum of whole codes, where there is one zero point; kMagicBits more where a block is one segment, with AVX-512
+    int32_t middle;      // in the lower 16 bits; 1 in the upper ones
+};
+
+struct PairedSegment {  // of products by pairs (blockwise_avx512_pairs.cpp)
+    float scale, magic;
+    int32_t middle, starts[2];  // what sums start with in even and in odd tiles of a strip
+};
+
+struct RoundedBlocks {  // codes, sums, group_scales and centered can be read up to whole groups of 16 rows, where a task begins
+    int8_t *codes;              // [rows][limbs][inputs()], the high byte first
+    float *scales;              // [rows][blocks][segments_of_block], of segments that have no middle
+    float *sums;                // [rows][blocks], where zero points differ
+    float *group_scales;        // [(rows + 15) / 16][blocks][segments_of_block][16]: scales once more, for tiles of 16 rows
+    int32_t *offsets;           // [rows][blocks][segments_of_block][limbs]: - zero * sum of those bytes, where there is one zero point, of segments that have no middle
+    CenteredSegment *centered;  // [rows][blocks][segments_of_block], of those that have one
+    PairedSegment *pairs;       // [rows][blocks][segments_of_block], once more
 };
 
 // Segments that are rounded one after the other, `count` of them from one of a row on: those after it in the row, or the same ones of the rows after it

@@ -134,7 +134,9 @@ class Context {
       private:
         Numbers<int8_t> codes_;
         Numbers<float> scales_, group_scales_, sums_;
-        Numbers<int32_t> offsets_, middles_, pair_starts_;
+        Numbers<int32_t> offsets_;
+        Numbers<CenteredSegment> centered_;
+        Numbers<PairedSegment> pairs_;
     };
     class Bf16Room {
       public:

@@ -121,7 +121,7 @@ def _rounded(x: torch.Tensor, bits: int, scheme: str, block: int = 0) -> torch.T
         segments.abs().amax(-1, keepdim=True),
         *(torch.where(there, segments, fill).aminmax(dim=-1, keepdim=True)[i] for fill, i in ((-torch.inf, 1), (torch.inf, 0))),
     )
-    scale = torch.maximum(high / 2 - low / 2, largest / 64) / 119.875 if around_a_middle else largest / (127 if bits == 8 else 32512)
+    scale = torch.maximum(high / 2 - low / 2, largest / 32) / 119.875 if around_a_middle else largest / (127 if bits == 8 else 32512)
     rounded = torch.where(scale > 0, (segments / torch.where(scale > 0, scale, 1)).round() * scale, 0)
     return rounded.view(len(x), -1, block + short)[..., :block].reshape(len(x), -1)
 
@@ -131,8 +131,9 @@ def _rounded(x: torch.Tensor, bits: int, scheme: str, block: int = 0) -> torch.T
 def test_activations_are_rounded_by_segments(isa: str, bits: int, units: QuantizedLinear) -> None:
     """The identity as weights gives back what inputs were rounded to, but for ties that fp32 sees and fp64 does not (or the other way round)."""
     x = torch.randn(64, units.in_features, generator=torch.Generator().manual_seed(0)) * 10 ** (3 * torch.randn(64, 1, generator=torch.Generator().manual_seed(1)))
-    x[3], x[4], x[5, 33:], x[6], x[7] = 0, 1e-44, 0, 3e38, x[7].abs()
-    x[8], x[9], x[10, ::2] = x[8] + 1000 * x[8].abs().max(), x[9] - 2 * x[9].abs().max(), -3e38
+    large = 1e33 if units is UNITS_OF_4_BITS else 3e38  # below 2^110, or whatever a float holds
+    x[3], x[4], x[5, 33:], x[6], x[7] = 0, 1e-44, 0, large, x[7].abs()
+    x[8], x[9], x[10, ::2] = x[8] + 1000 * x[8].abs().max(), x[9] - 2 * x[9].abs().max(), -large
     kernel = NativeRounded(bits, 2, isa)
     wanted = _rounded(x, bits, str(units.scheme))
     wanted[4] = 0  # below 2^-100
@@ -143,11 +144,13 @@ def test_activations_are_rounded_by_segments(isa: str, bits: int, units: Quantiz
 
 @pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("bits", [8, 16])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 3e38])
 @pytest.mark.parametrize("place", [40, 127, 128, 223])
 @pytest.mark.parametrize("units", [UNITS, UNITS_OF_4_BITS])
 @pytest.mark.parametrize("rows", [12, 20])
 def test_infinities_in_a_segment_give_nan_in_its_row_alone(isa: str, bits: int, bad: float, place: int, units: QuantizedLinear, rows: int) -> None:
+    if bad == 3e38 and not (units is UNITS_OF_4_BITS and bits == 8):
+        pytest.skip("only a segment around a middle has no number for it")
     x = torch.ones(rows, units.in_features)
     x[7, place * units.in_features // 224] = bad
     kernel = NativeRounded(bits, 2, isa)
@@ -164,7 +167,7 @@ def test_segments_of_the_largest_codes_do_not_overflow(isa: str, bits: int, sche
     """Values just below a whole high byte have the low byte -128 as well as the largest high byte."""
     groups = 128 // parse(scheme).granularity.columns
     q = QuantizedLinear(parse(scheme), torch.full((20, 128), code, dtype=torch.uint8), torch.ones(20, groups), torch.zeros(20, groups, dtype=torch.uint8))
-    x = torch.full((9, 128), sign * (1 - 128 / 32512))
+    x = torch.full((20, 128), sign * (1 - 128 / 32512))  # rows enough for products by pairs
     x[:, ::32] = sign
     kernel = NativeRounded(bits, 2, isa)
     rounded = x if bits == 16 else _rounded(x, bits, scheme, 128 // groups) if scheme.startswith("int4") else x.mul(127).round() / 127  # ties of fp32

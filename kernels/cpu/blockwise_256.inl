@@ -208,7 +208,6 @@ struct V256 {
         return {_mm256_add_epi32(_mm256_slli_epi32(high.lo, 8), low.lo), _mm256_add_epi32(_mm256_slli_epi32(high.hi, 8), low.hi)};
     }
     static Floats to_floats(const Words &w) { return {_mm256_cvtepi32_ps(w.lo), _mm256_cvtepi32_ps(w.hi)}; }
-
     static Floats as_floats(const Words &bits) { return {_mm256_castsi256_ps(bits.lo), _mm256_castsi256_ps(bits.hi)}; }
 
     static Floats spread(float v) { return {_mm256_set1_ps(v), _mm256_set1_ps(v)}; }

@@ -54,7 +54,7 @@ void product(const BlockwisePiece &p, int64_t row, int64_t rows, int64_t tile, c
     const int64_t inputs = w.inputs(), of_block = segments_of_block(w), segments = w.blocks * of_block;
     const int8_t *x = p.rounded.codes + row * L * inputs;
     const float *scale = p.rounded.group_scales + row * segments, *row_sum = p.rounded.sums + row * w.blocks;
-    const CenteredSegment *centered = p.rounded.centered + row * segments;
+    const CenteredSegment *n = p.rounded.centered + row * segments;
     const int16_t *code_sums = C ? code_sums_of(w, tile) : nullptr;
     const __m512i zero_sum = _mm512_set1_epi32(Z ? w.zero * static_cast<int>(kCentered) : 0), lower_half = _mm512_set1_epi32(0xFFFF);
     float *y = p.y + row * p.y_stride + tile * kTile;
@@ -86,7 +86,7 @@ void product(const BlockwisePiece &p, int64_t row, int64_t rows, int64_t tile, c
 #pragma GCC unroll 2
                 for (int i = 0; i < S; ++i) {
                     __m512i whole = _mm512_load_si512(sum[i * L][r]);
-                    if constexpr (C) whole = V::add_products_of(whole, codes[i], centered[r * segments + segment + i].middle);
+                    if constexpr (C) whole = V::add_products_of(whole, codes[i], n[r * segments + segment + i].middle);
                     if constexpr (L == 2) whole = V::join(whole, _mm512_load_si512(sum[i * L + 1][r]));
                     part = _mm512_fmadd_ps(_mm512_set1_ps(scale[i * kRows + r]), _mm512_cvtepi32_ps(whole), part);
                 }

@@ -1,7 +1,7 @@
 // Products with activations rounded by segments around a middle for AVX-512 with VNNI where multipliers are scarcer than adders (Zen 4: 512 bits of bytes are multiplied in the time in which
 // twice as many are added). Inputs are multiplied by pairs (Winograd, "A new algorithm for inner product", 1968):
 //   x1 w1 + x2 w2 = (x1 + w2) (x2 + w1) - x1 x2 - w1 w2
-// in which the last two products depend on the row or on the column alone: half of the multiplications. A quarter of the chunks is multiplied plainly, others in even and odd tiles: pairs alone would leave
+// in which the last two products depend on the row or on the column alone: half of the multiplications. A quarter of the chunks is multiplied plainly, not the same ones in even and in odd tiles: pairs alone would leave
 // multipliers idle (a Zen 4: 184 -> 172 cycles for 6 rows x 2 tiles x 64 inputs, whose instructions its four pipes could do in 150). Codes from -120 to 120 and those of 4 bits leave room for the sums in a byte.
 // Few rows, blocks that are not whole segments, and other weights go through the other AVX-512 kernels. Sums are exact, so bits are equal.
 #include "qforge/blockwise.h"
@@ -16,7 +16,6 @@ namespace {
 constexpr int64_t kLeastRows = 16, kMostRows = 256;  // of a task: they share what is made of a strip
 // Of a chunk, w1 is the code of an input of the first half, w2 of the second; in a byte without sign go x1 + w2 + kFirstMore, with sign x2 + w1 - kSecondLess.
 constexpr int kFirstMore = 120, kSecondLess = 8;
-constexpr int32_t kShift = 2048;  // what makes sums of a column's products fit 16 bits
 
 constexpr bool plain(int odd, int64_t chunk) { return odd ? chunk == 3 || chunk == 5 : chunk == 1 || chunk == 6; }  // far from a segment's ends, which have multiplications enough
 
@@ -31,7 +30,7 @@ bool takes(const Weight &w) { return centered(w) && w.block_k % kCentered == 0; 
 
 struct Panel {  // a segment of a tile
     alignas(64) uint8_t codes[kCentered / 8][2][64];  // of a chunk w1 - kSecondLess, and w2 + kFirstMore; of a plain one w1 and w2
-    int32_t pairs[kTile];                             // lower 16 bits: sum of codes; upper ones: - (sum of the products of those bytes in chunks that are not plain) - kShift
+    int32_t pairs[kTile];                             // lower 16 bits: sum of codes; upper ones: - (sum of the products of those bytes in chunks that are not plain), of which 6 fit
 };
 
 template <int Odd>
@@ -46,7 +45,7 @@ void unpack(const uint8_t *chunk, const int16_t *code_sums, Panel &to) {
         _mm512_store_si512(to.codes[i][0], lower);
         _mm512_store_si512(to.codes[i][1], upper);
     }
-    const __m512i of_column = _mm512_sub_epi32(_mm512_set1_epi32(-kShift), products);
+    const __m512i of_column = _mm512_sub_epi32(_mm512_setzero_si512(), products);
     _mm512_store_si512(to.pairs, _mm512_or_si512(_mm512_slli_epi32(of_column, 16), V::load_words(code_sums)));
 }
 
@@ -61,7 +60,6 @@ struct PairedProduct {
     Ahead codes_ahead{}, scales_ahead{};
 
     PairedProduct(const BlockwisePiece &piece, void *scratch) : p(piece), panels(static_cast<Panel *>(scratch)) {}
-    int odd(int64_t tile) const { return (tile - first_tile) % 2; }  // within its strip
     void begin(const Strip &strip) {  // never a stream: more rows than one group has
         const Weight &w = *p.weight;
         codes_ahead = codes_after(w, strip);
@@ -70,16 +68,13 @@ struct PairedProduct {
         const int64_t segments = w.inputs() / kCentered;
         Panel *to = panels;
         for (int64_t tile = strip.tile; tile < strip.tile_end; ++tile) {
-            const auto run = odd(tile) ? unpack<1> : unpack<0>;
+            const auto run = (tile - strip.tile) % 2 ? unpack<1> : unpack<0>;
             for (int64_t s = 0; s < segments; ++s) run(chunks_of(w, tile) + s * kCentered / 8 * chunk_bytes(Format::INT4), code_sums_of(w, tile) + s * kTile, *to++);
         }
     }
 
-    template <int R, int T>
-    void compute(int64_t row, int64_t tile) { T == 1 && odd(tile) ? multiply<R, T, 1>(row, tile) : multiply<R, T, 0>(row, tile); }
-
-    template <int R, int T, int Odd>  // Odd: the first tile. Not in line: with 3 rows, weights would lie on the stack
-    [[gnu::noinline]] void multiply(int64_t row, int64_t tile) {
+    template <int R, int T>  // not in line: with 3 rows, weights would lie on the stack
+    [[gnu::noinline]] void compute(int64_t row, int64_t tile) {  // kLeastRows leave no group of 1 or 2 rows, so tiles come by twos, from an even one on
         const Weight &w = *p.weight;
         const int64_t inputs = w.inputs(), segments = inputs / kCentered;
         const int8_t *x = p.rounded.codes + row * inputs;
@@ -97,7 +92,7 @@ struct PairedProduct {
             const auto sums = [&](V::Sums (&sum)[R][T]) __attribute__((always_inline)) {
 #pragma GCC unroll 6
                 for (int r = 0; r < R; ++r)
-                    for (int t = 0; t < T; ++t) sum[r][t] = V::start(n[r * segments].starts[Odd ^ t]);
+                    for (int t = 0; t < T; ++t) sum[r][t] = V::start(n[r * segments].starts[t]);
 #pragma GCC unroll 8
                 for (int64_t i = 0; i < kCentered / 8; ++i) {
                     V::Weights lower[T], upper[T];
@@ -110,7 +105,7 @@ struct PairedProduct {
                     for (int r = 0; r < R; ++r) {
                         const V::Inputs ahead = V::inputs(x + r * inputs + 8 * i), behind = V::inputs(x + r * inputs + 8 * i + 4);
                         for (int t = 0; t < T; ++t)
-                            sum[r][t] = plain(Odd ^ t, i) ? _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum[r][t], lower[t], ahead), upper[t], behind)
+                            sum[r][t] = plain(t, i) ? _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum[r][t], lower[t], ahead), upper[t], behind)
                                                           : _mm512_dpbusd_epi32(sum[r][t], _mm512_add_epi8(ahead, upper[t]), _mm512_add_epi8(behind, lower[t]));
                     }
                 }
@@ -162,7 +157,6 @@ void round_rows(const Weight &w, const float *x, int64_t x_stride, const Rounded
     blockwise_avx512_vnni.round_rows(w, x, x_stride, rounded, row, row_end, segment, segment_end);
     if (!takes(w)) return;
     const int64_t inputs = w.inputs(), segments = inputs / kCentered;
-    const int32_t without_zero = one_segment(w) ? kMagicBits : 0;
     const auto add = [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); };
     each_walk(w, row, row_end, segment, segment_end, [&](const Walk &walk) {
         const int64_t step = walk.down ? inputs : kCentered, next = walk.down ? segments : 1;
@@ -179,7 +173,7 @@ void round_rows(const Weight &w, const float *x, int64_t x_stride, const Rounded
             }
             for (int64_t k = 0; k < here; ++k, at += next) {
                 const CenteredSegment &from = rounded.centered[at];
-                const int32_t start = (w.zero < 0 ? without_zero : from.offset) + kShift;
+                const int32_t start = w.zero < 0 ? first_bits(w) : from.offset;
                 rounded.pairs[at] = {from.scale, from.magic, from.middle, {start - sums[0][k], start - sums[1][k]}};
             }
         }

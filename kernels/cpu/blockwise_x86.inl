@@ -88,7 +88,7 @@ void round_walk(const Weight &w, const float *x, int64_t x_stride, const Rounded
     constexpr int64_t kWhole = C ? kCentered : kSegment;
     const int64_t inputs = w.inputs(), in_block = segments_of_block(w), segments = w.blocks * in_block, step = walk.down ? segments : 1;
     const Places<kWhole> places{x, out.codes + walk.row * L * inputs + first_input(w, walk.segment), walk.down ? x_stride : kWhole, walk.down ? L * inputs : kWhole, w.block_k, in_block, w.block_k % kWhole == 0};
-    const int32_t first = V::kByMagic && one_segment(w) ? kMagicBits : 0;
+    const int32_t bits = V::kByMagic ? first_bits(w) : 0;
     int64_t at = walk.row * segments + walk.segment;
     for (int64_t done = 0; done < walk.count; done += kAtOnce) {
         const int64_t here = std::min(kAtOnce, walk.count - done), fours = places.whole ? here / 4 * 4 : 0;
@@ -115,7 +115,7 @@ void round_walk(const Weight &w, const float *x, int64_t x_stride, const Rounded
         }
         for (int64_t i = 0; i < here; ++i, at += step) {
             if constexpr (C) {
-                out.centered[at] = {to.scale[i], to.scale[i] * kMagic, first - w.zero * codes[i].all, 1 << 16 | (to.middle[i] & 0xFFFF)};
+                out.centered[at] = {to.scale[i], to.scale[i] * kMagic, bits - w.zero * codes[i].all, 1 << 16 | (to.middle[i] & 0xFFFF)};
             } else {
                 out.scales[at] = to.scale[i];
                 out.offsets[at * L] = -w.zero * codes[i].high;
@@ -211,6 +211,7 @@ struct Product {
 // part = fma(scale of the row's segment, sum over `chunks` chunks, part) for R rows x T tiles; First: part = scale * sum; Magic: the same, with sums that start with kMagicBits. Two: in two parts, the first of 32 inputs
 template <bool Z, bool First, bool Magic, bool Two, int R, int T>
 inline __attribute__((always_inline)) void add_centered(V::Floats (&part)[R][T], const uint8_t *(&chunk)[T], const int8_t *x, int64_t inputs, int64_t chunks, const CenteredSegment *n, int64_t stride, const int16_t *const (&code_sums)[T]) {
+    static_assert(First || !Magic);
     constexpr Format F = Format::INT4;
     V::Sums sum[R][kSums<F, T>];
     V::Integers before[R][T];

@@ -164,12 +164,15 @@ RoundedBlocks Context::BlocksRoom::of(const Weight &weight, int64_t rows) {
     };
     const int64_t segments = weight.blocks * segments_of_block(weight), whole = (rows + 15) / 16 * 16;  // rows that tiles of 16 read
     grow(codes_, whole * weight.inputs() * limbs(weight));
-    grow(scales_, rows * segments);
     grow(group_scales_, whole * segments);
     grow(sums_, whole * weight.blocks);
-    grow(offsets_, rows * segments * limbs(weight));
-    grow(centered_, whole * segments);
-    grow(pairs_, rows * segments);
+    if (centered(weight)) {
+        grow(centered_, whole * segments);
+        grow(pairs_, rows * segments);
+    } else {
+        grow(scales_, rows * segments);
+        grow(offsets_, rows * segments * limbs(weight));
+    }
     return {codes_.data(), scales_.data(), sums_.data(), group_scales_.data(), offsets_.data(), centered_.data(), pairs_.data()};
 }
 

@@ -7,7 +7,7 @@
 //   Segments of 64. With the largest value h and the smallest l, half = max(h / 2 - l / 2, max(|h|, |l|) / 32):
 //     scale = half / 119.875 without the last two of its 24 bits;  code = round of x * (119.875 / half);  middle = round of (h / 2 + l / 2) * (119.875 / half).  Where half < 2^-100 scale, codes and middle are 0.
 //     |code| < 2^12; what is kept is code - middle, from -120 to 120, and the middle.
-//   Where an input is no number or infinite (or half >= 2^110), scale = NaN, codes and middle are 0.
+//   Where an input is no number or infinite (in segments of 64: or half >= 2^110), scale = NaN, codes and middle are 0.
 //   sum of a block = 0; for each segment: sum = fma(scale, (float) (sum of its codes), sum)
 //
 // Sums. For each output: total = 0; for each block: part = 0;
@@ -39,6 +39,7 @@ inline int64_t segment_inputs(const Weight &w) { return centered(w) ? kCentered 
 inline int64_t segments_of_block(const Weight &w) { return (w.block_k + segment_inputs(w) - 1) / segment_inputs(w); }
 inline int64_t first_input(const Weight &w, int64_t segment) { return segment / segments_of_block(w) * w.block_k + segment % segments_of_block(w) * segment_inputs(w); }
 inline bool one_segment(const Weight &w) { return centered(w) && w.block_k == kCentered; }  // a block
+inline int32_t first_bits(const Weight &w) { return one_segment(w) ? kMagicBits : 0; }      // of its sums
 inline int64_t limbs(const Weight &w) { return w.activations == Activations::INT16 ? 2 : 1; }  // bytes of a code
 
 // A tile of such a weight begins with sums of its codes, int16 [segments of a row][16 columns], up to a multiple of 64 bytes; then come the codes (linear.h).
@@ -102,7 +103,7 @@ struct BlockwisePiece {
 };
 
 struct BlockwiseFunctions {
-    // Segments [segment, segment_end) of rows [row, row_end); x: the first of these inputs in the first of these rows. Those of a block whose zero points differ are rounded in order.
+    // Segments [segment, segment_end) of rows [row, row_end); x: the first of these inputs in the first of these rows. Those of a block whose zero points differ are rounded in order; where a block is no whole number of segments, they begin with one.
     void (*round_rows)(const Weight &weight, const float *x, int64_t x_stride, const RoundedBlocks &rounded, int64_t row, int64_t row_end, int64_t segment, int64_t segment_end);
     void (*piece)(const BlockwisePiece &piece, void *scratch);  // scratch: scratch_bytes(weight) bytes, 64-byte aligned, the thread's own
     int64_t tile_rows, most_rows;                               // rows that a task should have, or a multiple, up to so many

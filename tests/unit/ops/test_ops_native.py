@@ -173,7 +173,7 @@ def test_segments_around_a_middle_have_no_numbers_from_2_to_the_110_on(isa: str,
 @pytest.mark.parametrize(("scheme", "code"), [("int4-g32-asym", 15), ("int4-g64-asym", 15), ("int4-g128-asym", 15), ("int8-g128-asym", 255)])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_segments_of_the_largest_codes_do_not_overflow(isa: str, bits: int, scheme: str, code: int, sign: int) -> None:
-    """Values just below a whole high byte have the low byte -128 as well as the largest high byte. Around a middle 32 times as far from 0 as they are from it, codes are the largest."""
+    """Values just below a whole high byte have the low byte -128 as well as the largest high byte. Codes are the largest around a middle 32 half widths from 0."""
     groups = 128 // parse(scheme).granularity.columns
     q = QuantizedLinear(parse(scheme), torch.full((20, 128), code, dtype=torch.uint8), torch.ones(20, groups), torch.zeros(20, groups, dtype=torch.uint8))
     x = torch.full((20, 128), sign * (1 - 128 / 32512))  # rows enough for products by pairs

@@ -40,10 +40,10 @@ def work(build: str, model: str, activations: str, rows: int) -> None:
     requests = mixed(32, json.loads(Path(model, "config.json").read_text())["vocab_size"])
     if rows:
         requests = [{"prompt": [100 + (7 * i + s) % 1000 for i in range(16)], "output": 60} for s in range(rows)]
-    engine = llm.engine()
+    engine = llm.engine(speculate=False)
     for line in sys.stdin:
         if line.strip() == "new":
-            engine = llm.engine()
+            engine = llm.engine(speculate=False)
             for r in requests:
                 engine.add(r["prompt"], SamplingParams(max_tokens=r["output"], ignore_eos=True))
         prompts = bool(engine.scheduler.waiting) or any(s.computed < s.num_prompt for s in engine.scheduler.running)

@@ -69,7 +69,7 @@ def _prefill(llm: LLM, tokens: int, batch: int) -> Callable[[], None]:
     """From the requests' arrival to the last one's first token."""
 
     def run() -> None:
-        engine = llm.engine()
+        engine = llm.engine(speculate=False)
         for i in range(batch):
             engine.add(_prompt(llm, tokens, i), SamplingParams(max_tokens=1, ignore_eos=True))
         while engine.busy():
@@ -81,7 +81,7 @@ def _prefill(llm: LLM, tokens: int, batch: int) -> Callable[[], None]:
 def _decode(llm: LLM, batch: int, length: int) -> list[float]:
     """Seconds of each step in which `batch` sequences each get one token."""
     new = min(32, llm.max_context - length)
-    engine = llm.engine()
+    engine = llm.engine(speculate=False)
     for i in range(batch):
         engine.add(_prompt(llm, length, i), SamplingParams(max_tokens=new + 1, ignore_eos=True))
     return [s for s, n in _steps(engine) if n == batch][1:] or [float("nan")]

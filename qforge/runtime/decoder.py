@@ -12,7 +12,7 @@ from qforge.ops.layers import Batch, LayerCache, TorchLayers
 from qforge.runtime import rope
 from qforge.runtime.rope_table import RopeTable
 from qforge.runtime.sampler import sample
-from qforge.runtime.sequence import Sequence
+from qforge.runtime.sequence import Draw
 from qforge.runtime.step import StepInput
 from qforge.runtime.weights import Layer, Weights
 from qforge.types import ModelSpec
@@ -37,6 +37,8 @@ class Decoder:
         kv_cache: `fp32`, or `fp8` where the model has scales for it.
     """
 
+    batch_invariant = False
+
     def __init__(self, weights: Weights, *, num_blocks: int, block_size: int, kv_cache: str = "fp32") -> None:
         self.spec, self._weights, self._ops = weights.spec, weights, TorchLayers()
         self._ropes = {r: RopeTable(rope.inverse_frequencies(r, self.spec.head_dim).numpy()) for r in dict.fromkeys(self.spec.layer_ropes)}
@@ -57,9 +59,9 @@ class Decoder:
         x = x[torch.from_numpy(step.logit_indices)]
         return self._weights.head.logits(self._ops.norm(x, self._weights.norm, self.spec.norm_eps))
 
-    def choose(self, step: StepInput, sequences: list[Sequence]) -> list[int]:
+    def choose(self, step: StepInput, draws: list[Draw]) -> list[int]:
         """See `Runner.choose`."""
-        return sample(self.step(step), sequences)
+        return sample(self.step(step), draws)
 
     def kernels(self) -> dict[str, int]:
         """See `Runner.kernels`."""

@@ -7,8 +7,9 @@ import secrets
 from qforge.errors import DataError
 from qforge.runtime.blocks import BlockPool
 from qforge.runtime.detokenize import Detokenizer
-from qforge.runtime.scheduler import Scheduler
-from qforge.runtime.sequence import FinishReason, SamplingParams, Sequence
+from qforge.runtime.prompt_lookup import PromptLookup
+from qforge.runtime.scheduler import Piece, Scheduler
+from qforge.runtime.sequence import Draw, FinishReason, SamplingParams, Sequence
 from qforge.runtime.step import Runner, build_step
 from qforge.runtime.tokenizer import Tokenizer
 
@@ -19,6 +20,7 @@ class Engine:
     Args:
         end_ids: tokens that end every continuation (unless it ignores them).
         max_context: positions that the model has.
+        num_speculative_tokens: most tokens that a step computes on a guess after a sequence's last one; the runner has to be `batch_invariant`.
     """
 
     def __init__(
@@ -32,11 +34,13 @@ class Engine:
         max_step_tokens: int,
         max_context: int,
         end_ids: frozenset[int],
+        num_speculative_tokens: int = 0,
     ) -> None:
         self._runner, self._tokenizer, self._block_size = runner, tokenizer, block_size
         self._max_context, self._end_ids = max_context, end_ids
         self.scheduler = Scheduler(BlockPool(num_blocks), block_size, max_num_seqs, max_step_tokens)
         self._texts: dict[int, Detokenizer] = {}
+        self._most_guesses, self._lookups = num_speculative_tokens, dict[int, PromptLookup]()
         self._next_id = 0
 
     def add(self, prompt: list[int], params: SamplingParams) -> Sequence:
@@ -58,18 +62,15 @@ class Engine:
         return sequence
 
     def step(self) -> list[tuple[Sequence, int]]:
-        """One step; returns each sequence that got a token, and the token. Empty when nothing is left to do."""
-        pieces = self.scheduler.schedule()
+        """One step; returns each sequence that got a token, and the token (one that got several comes several times). Empty when nothing is left to do."""
+        pieces = self.scheduler.schedule(self._guess if self._most_guesses else None)
         if not pieces:
             return []
-        step = build_step(pieces, self._block_size)
-        ready = [p.sequence for p in pieces if p.wants_logits]
-        chosen = list(zip(ready, self._runner.choose(step, ready), strict=True))
+        ready = [p for p in pieces if p.wants_logits]
+        draws = [Draw(p.sequence.params, p.sequence.seed, position) for p in ready for position in range(p.stop, p.end + 1)]
+        found = iter(self._runner.choose(build_step(pieces, self._block_size), draws))
         self.scheduler.advance(pieces)
-        for sequence, token in chosen:
-            sequence.tokens.append(token)
-            self._finish_if_done(sequence, token)
-        return chosen
+        return [(p.sequence, token) for p in ready for token in self._accept(p, [next(found) for _ in range(p.stop, p.end + 1)])]
 
     def busy(self) -> bool:
         """Whether requests wait or run."""
@@ -78,6 +79,7 @@ class Engine:
     def cancel(self, sequence: Sequence) -> None:
         """Drop a request, whatever its state."""
         self.scheduler.cancel(sequence)
+        self._lookups.pop(sequence.id, None)
 
     def text(self, sequence: Sequence) -> str:
         """Text of the continuation so far (complete once the sequence is finished)."""
@@ -86,6 +88,27 @@ class Engine:
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept for a finished request's text."""
         self._texts.pop(sequence.id, None)
+
+    def _guess(self, sequence: Sequence, most: int) -> list[int]:
+        lookup = self._lookups.get(sequence.id)
+        if lookup is None:
+            lookup = self._lookups[sequence.id] = PromptLookup(self._most_guesses)
+        return lookup.guess(sequence.tokens, most)
+
+    def _accept(self, piece: Piece, found: list[int]) -> list[int]:
+        """Of the tokens found after a sequence's last one and after each guess, those up to the first that differs from the next guess."""
+        sequence, draft = piece.sequence, piece.draft
+        right = next((i for i, token in enumerate(draft) if token != found[i]), len(draft))
+        if draft:
+            self._lookups[sequence.id].learn(len(draft), right)
+        sequence.computed += right
+        for count, token in enumerate(found[: right + 1], 1):
+            sequence.tokens.append(token)
+            self._finish_if_done(sequence, token)
+            if sequence.finish_reason is not None:
+                self._lookups.pop(sequence.id, None)
+                return found[:count]
+        return found[: right + 1]
 
     def _finish_if_done(self, sequence: Sequence, token: int) -> None:
         text = self._texts[sequence.id]

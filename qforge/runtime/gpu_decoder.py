@@ -17,7 +17,7 @@ from qforge.runtime.decode_graphs import Capture, DecodeGraphs
 from qforge.runtime.gpu_batch import GpuBatch, moved
 from qforge.runtime.places import Gpu
 from qforge.runtime.rope_table import RopeTable
-from qforge.runtime.sequence import Sequence
+from qforge.runtime.sequence import Draw
 from qforge.runtime.step import StepInput
 from qforge.runtime.weights import Layer, Weights
 
@@ -32,6 +32,8 @@ class GpuDecoder:
         max_num_seqs: the most sequences of a step.
         capture: how a decode step is recorded once for each size of batch; None: not at all.
     """
+
+    batch_invariant = False
 
     def __init__(self, weights: Weights, place: Gpu, *, num_blocks: int, block_size: int, stored: torch.dtype, max_num_seqs: int, capture: Capture | None = None) -> None:
         self.spec, self._weights, self._place = weights.spec, weights, place
@@ -49,14 +51,14 @@ class GpuDecoder:
         """See `Runner.step`; logits are on the processor."""
         return self.logits(step).cpu()
 
-    def choose(self, step: StepInput, sequences: list[Sequence]) -> list[int]:
+    def choose(self, step: StepInput, draws: list[Draw]) -> list[int]:
         """See `Runner.choose`; only the tokens leave the device."""
         logits = self.logits(step)
-        if not sequences:
+        if not draws:
             return []
-        if all(s.params.temperature == 0 for s in sequences):
+        if all(d.params.temperature == 0 for d in draws):
             return list(most_likely(logits).tolist())
-        params = ((s.params.temperature, s.params.top_k, s.params.top_p, s.params.min_p, s.seed, len(s.tokens)) for s in sequences)
+        params = ((p.temperature, p.top_k, p.top_p, p.min_p, seed, position) for p, seed, position in draws)
         return list(sample(logits, SamplingRows.of(params, logits.device)).tolist())
 
     def kernels(self) -> dict[str, int]:

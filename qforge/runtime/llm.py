@@ -14,11 +14,12 @@ from qforge.runtime.parallel import check_size, open_shared
 from qforge.runtime.running import How, check_device, limits, open_whole
 from qforge.runtime.scheduler import Piece
 from qforge.runtime.sequence import Output, SamplingParams
-from qforge.runtime.step import build_step
+from qforge.runtime.step import Runner, build_step
 from qforge.runtime.tokenizer import Tokenizer
 from qforge.scheme import ACTIVATIONS
 from qforge.text.chat import apply_template
 
+_GUESSES = 8  # of 16, a load of many sequences is as fast
 _LONGEST_TOKEN = 256  # characters, on average over a text
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class LLM:
             16-bit type of activations. fp8 takes the checkpoint's scales, else each key and each value has one of its own, as in int8.
         device: `cpu`, `cuda` or `cuda:N`: a GPU runs with activations in 16 bits, fp16 for models stored in fp16 or fp32, else bf16.
         graphs: on a GPU, record decode steps as CUDA graphs when the model is loaded.
+        num_speculative_tokens: most tokens of a sequence that a step computes on a guess, namely what followed its last three where they stood before (prompt lookup decoding);
+            tokens are the same as without. None: 8 on a CPU with the native kernels; 0 elsewhere, where more rows in a step can move a token's last bits.
         tensor_parallel: processes that share the model, each with its part of every weight and of the cache: on GPUs one each (`device: cuda` takes the first N). They are
             started here and end with this object; `model` is then a source, or a Model as `open_model` gave it, which they open again.
 
@@ -59,7 +62,7 @@ class LLM:
     def __init__(
         self, model: str | Path | Model, *, activations: str = "fp", threads: int | None = None, block_size: int = 16, num_blocks: int | None = None,
         max_num_seqs: int | None = None, max_step_tokens: int | None = None, kv_cache: str | None = None, device: str = "cpu", graphs: bool = True,
-        tensor_parallel: int = 1,
+        num_speculative_tokens: int | None = None, tensor_parallel: int = 1,
     ) -> None:  # fmt: skip
         _check(activations, threads, block_size, num_blocks, max_num_seqs, max_step_tokens)
         check_device(device, activations, kv_cache)
@@ -69,6 +72,7 @@ class LLM:
         self._opened, made = open_shared(model, where, how, tensor_parallel) if tensor_parallel > 1 else open_whole(model, where, how)
         self.runner, self.num_blocks, self.recorded, self.cache_token_bytes = made.runner, made.num_blocks, made.recorded, made.token_bytes
         self.kv_cache = made.kv_cache
+        self._num_speculative_tokens = _guesses(num_speculative_tokens, made.runner)
         self.max_context = self._opened.spec.max_positions
         self._block_size, self._max_num_seqs, self._max_step_tokens = block_size, where.max_num_seqs, where.max_step_tokens
 
@@ -77,11 +81,12 @@ class LLM:
         """The model's tokenizer, loaded when it is first needed."""
         return self._opened.tokenizer()
 
-    def engine(self) -> Engine:
-        """A fresh engine over this model's weights and cache; use one at a time."""
+    def engine(self, *, speculate: bool = True) -> Engine:
+        """A fresh engine over this model's weights and cache; use one at a time. `speculate`: with the guesses that this object was made for."""
         return Engine(
             self.runner, self.tokenizer, num_blocks=self.num_blocks, block_size=self._block_size, max_num_seqs=self._max_num_seqs, max_step_tokens=self._max_step_tokens,
             max_context=self.max_context, end_ids=self._opened.end_ids,
+            num_speculative_tokens=self._num_speculative_tokens if speculate else 0,
         )  # fmt: skip
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[Output]:
@@ -184,6 +189,16 @@ def _whole(text: str) -> str:
 
 def _output(engine: Engine, prompt: str | None, s: seq.Sequence) -> Output:
     return Output(prompt, s.tokens[: s.num_prompt], s.generated, engine.text(s), str(s.finish_reason))
+
+
+def _guesses(asked: int | None, runner: Runner) -> int:
+    if asked is None:
+        return _GUESSES if runner.batch_invariant else 0
+    if asked < 0:
+        raise UnsupportedError(f"num_speculative_tokens is {asked}; it must be at least 0")
+    if asked and not runner.batch_invariant:
+        raise UnsupportedError("guesses (num_speculative_tokens) need the native kernels on a CPU: elsewhere more rows in a step can move a token's last bits; use 0")
+    return asked
 
 
 def _check(activations: str, threads: int | None, block_size: int, num_blocks: int | None, max_num_seqs: int | None, max_step_tokens: int | None) -> None:

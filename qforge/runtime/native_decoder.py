@@ -15,7 +15,7 @@ from qforge.ops.native_module import context, module
 from qforge.ops.native_weight import address
 from qforge.runtime.native_model import NativeLayer, NativeModel, NativePart, NativeProduct
 from qforge.runtime.rope_table import RopeTable
-from qforge.runtime.sequence import Sequence
+from qforge.runtime.sequence import Draw
 from qforge.runtime.step import StepInput
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ class NativeDecoder:
     Args:
         kv_cache: how keys and values are stored: `fp32`, `fp16`, `bf16`, `int8` (a scale for each key and each value) or `fp8` (the model's scales; else as int8).
     """
+
+    batch_invariant = True
 
     def __init__(self, model: NativeModel, *, num_blocks: int, block_size: int, threads: int | None = None, kv_cache: str = "fp32") -> None:
         native: Any = module()
@@ -61,12 +63,12 @@ class NativeDecoder:
         self._decoder.logits(*self._arguments(step), logits.data_ptr())
         return logits
 
-    def choose(self, step: StepInput, sequences: list[Sequence]) -> list[int]:
+    def choose(self, step: StepInput, draws: list[Draw]) -> list[int]:
         """See `Runner.choose`."""
         chosen = np.empty(len(step.logit_indices), np.int64)
         sampling = None
-        if any(s.params.temperature for s in sequences):
-            rows = [(p.temperature, p.top_k, p.top_p, p.min_p, s.seed, len(s.tokens)) for s in sequences for p in (s.params,)]
+        if any(d.params.temperature for d in draws):
+            rows = [(p.temperature, p.top_k, p.top_p, p.min_p, seed, position) for p, seed, position in draws]
             sampling = np.array(rows, _SAMPLING)
         self._decoder.choose(*self._arguments(step), 0 if sampling is None else sampling.ctypes.data, chosen.ctypes.data)
         tokens: list[int] = chosen.tolist()

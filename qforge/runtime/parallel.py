@@ -23,7 +23,7 @@ from qforge.errors import MissingCapabilityError, UnsupportedError
 from qforge.ops.native_module import default_threads
 from qforge.runtime.opening import Opened, of_model
 from qforge.runtime.running import How, Limits, Running, blocks_for, running
-from qforge.runtime.sequence import Sequence
+from qforge.runtime.sequence import Draw
 from qforge.runtime.step import Runner, StepInput
 
 if TYPE_CHECKING:
@@ -173,17 +173,17 @@ class SharedRunner:
     """
 
     def __init__(self, own: Runner, followers: Followers, size: int) -> None:
-        self.spec, self._own, self._followers, self._size = own.spec, own, followers, size
+        self.spec, self.batch_invariant, self._own, self._followers, self._size = own.spec, own.batch_invariant, own, followers, size
 
     def step(self, step: StepInput) -> torch.Tensor:
         """See `Runner.step`."""
         self._followers.tell(step)
         return self._own.step(step)
 
-    def choose(self, step: StepInput, sequences: list[Sequence]) -> list[int]:
+    def choose(self, step: StepInput, draws: list[Draw]) -> list[int]:
         """See `Runner.choose`."""
         self._followers.tell(step)
-        return self._own.choose(step, sequences)
+        return self._own.choose(step, draws)
 
     def kernels(self) -> dict[str, int]:
         """See `Runner.kernels`: of each process."""

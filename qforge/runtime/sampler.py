@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from qforge.runtime.sequence import SamplingParams, Sequence
+from qforge.runtime.sequence import Draw, SamplingParams
 
 
-def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-    """The next token of each sequence from its row of fp32 logits `[S, V]`."""
+def sample(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
+    """The token of each draw from its row of fp32 logits `[L, V]`."""
     best: list[int] = logits.argmax(-1).tolist()
-    return [best[i] if s.params.temperature == 0 else draw(logits[i], s.params, s.seed, len(s.tokens)) for i, s in enumerate(sequences)]
+    return [best[i] if d.params.temperature == 0 else draw(logits[i], *d) for i, d in enumerate(draws)]
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) -> int:

@@ -7,6 +7,7 @@ When the pool runs out, the youngest running sequence gives its blocks back and 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from qforge.errors import DataError
@@ -16,16 +17,25 @@ from qforge.runtime.sequence import FinishReason, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens `[start, stop)` of one sequence, to be computed in this step."""
+    """Tokens `[start, stop)` of one sequence, to be computed in this step, and guesses at what comes after its last one."""
 
     sequence: Sequence
     start: int
     stop: int
+    draft: tuple[int, ...] = ()
 
     @property
     def wants_logits(self) -> bool:
         """Whether the step reaches the sequence's last token, so that the next one can be chosen."""
         return self.stop == len(self.sequence.tokens)
+
+    @property
+    def end(self) -> int:
+        """Where the guesses end, too."""
+        return self.stop + len(self.draft)
+
+
+Guess = Callable[[Sequence, int], list[int]]  # at most so many tokens that a sequence may go on with
 
 
 class Scheduler:
@@ -60,8 +70,11 @@ class Scheduler:
         self._give_back(sequence)
         sequence.finish_reason = FinishReason.CANCELLED
 
-    def schedule(self) -> list[Piece]:
-        """The pieces of the next step, at most `max_step_tokens` tokens, blocks allocated; empty when there is nothing to do."""
+    def schedule(self, guess: Guess | None = None) -> list[Piece]:
+        """The pieces of the next step, at most `max_step_tokens` tokens, blocks allocated; empty when there is nothing to do.
+
+        `guess`: what it gives takes what is left of the step and of the pool.
+        """
         budget = self._max_step_tokens
         pieces: list[Piece] = []
         for sequence in list(self.running):
@@ -81,6 +94,11 @@ class Scheduler:
             assert piece is not None
             pieces.append(piece)
             budget -= piece.stop - piece.start
+        if guess is not None:
+            for i, piece in enumerate(pieces):
+                if budget and piece.wants_logits:
+                    pieces[i] = self._with_draft(piece, guess, budget)
+                    budget -= len(pieces[i].draft)
         return pieces
 
     def advance(self, pieces: list[Piece]) -> None:
@@ -107,6 +125,17 @@ class Scheduler:
             if victim is sequence:
                 return None
         return Piece(sequence, sequence.computed, stop)
+
+    def _with_draft(self, piece: Piece, guess: Guess, budget: int) -> Piece:
+        sequence = piece.sequence
+        draft = guess(sequence, min(budget, sequence.limit - len(sequence.tokens) - 1))
+        more = self._blocks_for(piece.stop + len(draft)) - len(sequence.block_table)
+        if more > 0:
+            blocks = self.pool.allocate(more)
+            if blocks is None:
+                return piece
+            sequence.block_table += blocks
+        return Piece(sequence, piece.start, piece.stop, tuple(draft))
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from qforge.errors import DataError
 
@@ -51,6 +52,14 @@ class SamplingParams:
                 raise DataError(f"{name} is {value}; it must be {allowed}")
         if any(not s for s in self.stop):
             raise DataError("a stop string is empty; it would stop every text at once")
+
+
+class Draw(NamedTuple):
+    """What the choice of a token depends on, besides its logits."""
+
+    params: SamplingParams
+    seed: int
+    position: int
 
 
 class FinishReason(StrEnum):

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qforge.runtime.scheduler import Piece
-from qforge.runtime.sequence import Sequence
+from qforge.runtime.sequence import Draw
 from qforge.types import ModelSpec
 
 if TYPE_CHECKING:
@@ -46,15 +46,20 @@ class StepInput:
 
 
 class Runner(Protocol):
-    """Computes steps; it owns the weights and the cache."""
+    """Computes steps; it owns the weights and the cache.
+
+    Attributes:
+        batch_invariant: whether a token's logits have the same bits whatever a step computes besides.
+    """
 
     spec: ModelSpec
+    batch_invariant: bool
 
     def step(self, step: StepInput) -> torch.Tensor:
         """Write the step's keys and values into the cache and return fp32 logits `[L, V]`."""
 
-    def choose(self, step: StepInput, sequences: list[Sequence]) -> list[int]:
-        """The same, and the next token of each of the `[L]` sequences whose logits are wanted, as `sampler.sample` chooses it."""
+    def choose(self, step: StepInput, draws: list[Draw]) -> list[int]:
+        """The same, and the token of each of `[L]` draws, one for each row whose logits are wanted, as `sampler.sample` chooses it."""
 
     def kernels(self) -> dict[str, int]:
         """How many products each kernel runs."""
@@ -73,15 +78,17 @@ def build_step(pieces: list[Piece], block_size: int, *, all_logits: bool = False
     for piece in pieces:
         start, stop, table = piece.start, piece.stop, piece.sequence.block_table
         tokens += piece.sequence.tokens[start:stop]
+        tokens += piece.draft
+        stop = piece.end
         positions += range(start, stop)
         for block in range(start // block_size, (stop - 1) // block_size + 1):
             moved = (table[block] - block) * block_size
             slots += range(max(start, block * block_size) + moved, min(stop, (block + 1) * block_size) + moved)
         starts.append(len(tokens))
         if piece.wants_logits:
-            wanted.append(len(tokens) - 1)
+            wanted += range(len(tokens) - 1 - len(piece.draft), len(tokens))
     return StepInput(
-        _longs(tokens), _longs(positions), _longs(slots), _tables([p.sequence.block_table for p in pieces]), _ints(starts), _longs(p.stop for p in pieces),
+        _longs(tokens), _longs(positions), _longs(slots), _tables([p.sequence.block_table for p in pieces]), _ints(starts), _longs(p.end for p in pieces),
         _longs(range(len(tokens)) if all_logits else wanted),
     )  # fmt: skip
 

@@ -62,28 +62,36 @@ test_pool = Pool.TestCase
 @given(
     requests=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=12),
     blocks=st.integers(1, 14), budget=st.integers(1, 50), most=st.integers(1, 6), cancel=st.sets(st.integers(0, 11)),
+    guesses=st.integers(0, 30), right=st.integers(0, 3),
 )  # fmt: skip
-def test_a_schedule_never_shares_a_block_and_always_ends(requests: list[tuple[int, int]], blocks: int, budget: int, most: int, cancel: set[int]) -> None:
+def test_a_schedule_never_shares_a_block_and_always_ends(requests: list[tuple[int, int]], blocks: int, budget: int, most: int, cancel: set[int], guesses: int, right: int) -> None:
     scheduler = Scheduler(BlockPool(blocks), 16, most, budget)
     params = SamplingParams()
     sequences = [Sequence(i, [0] * prompt, prompt, params, 0, prompt + new, frozenset()) for i, (prompt, new) in enumerate(requests) if -(-(prompt + new) // 16) <= blocks]
     for s in sequences:
         scheduler.add(s)
+
+    def guess(_: Sequence, most: int) -> list[int]:
+        return [0] * min(most, guesses)
+
     for turn in range(10_000):
-        pieces = scheduler.schedule()
+        pieces = scheduler.schedule(guess if guesses else None)
         if not pieces:
             break
-        assert sum(p.stop - p.start for p in pieces) <= budget
+        assert sum(p.end - p.start for p in pieces) <= budget
         assert len(scheduler.running) <= most
         held = [b for s in scheduler.running for b in s.block_table]
         assert len(held) == len(set(held)) == scheduler.pool.num_used
         assert scheduler.pool.num_free + scheduler.pool.num_used == blocks
         for p in pieces:
-            assert p.start == p.sequence.computed < p.stop <= 16 * len(p.sequence.block_table)
+            assert p.start == p.sequence.computed < p.stop <= p.end <= 16 * len(p.sequence.block_table)
+            assert not p.draft or (p.wants_logits and p.end < p.sequence.limit)
         scheduler.advance(pieces)
         for p in pieces:
             if p.wants_logits:
-                p.sequence.tokens.append(0)
+                kept = min(right, len(p.draft))
+                p.sequence.computed += kept
+                p.sequence.tokens += [0] * (kept + 1)
                 if len(p.sequence.tokens) >= p.sequence.limit:
                     scheduler.finish(p.sequence, FinishReason.LENGTH)
         for s in sequences:

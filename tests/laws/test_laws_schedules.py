@@ -17,13 +17,13 @@ from qforge.models.model import Model
 from qforge.runtime import LLM
 from qforge.runtime import sequence as seq
 from qforge.runtime.blocks import BlockPool
-from qforge.runtime.scheduler import Scheduler
+from qforge.runtime.scheduler import Guess, Scheduler
 from qforge.runtime.sequence import FinishReason, SamplingParams
 from qforge.runtime.step import build_step
 
 MODELS = ["llama", "llama-odd-widths", "llama-wide-heads", "gemma3", "mistral", "qwen2", "qwen3", "int4-g32-asym", "int8-channel-sym+int8-token", "shared table"]
 MODELS += ["int4-g32-asym as int8", "shared table as bf16"]  # as: with such activations
-GIVEN, NEW = prompts(9, 110, seed=5), 4  # past 64 positions, which int8 rounds together; 8 sequences or more are stored by tasks
+GIVEN, NEW = prompts(9, 110, seed=5), 6  # past 64 positions, which int8 rounds together; 8 sequences or more are stored by tasks
 BLOCKS = 60
 
 
@@ -40,7 +40,7 @@ def runtime(name: str, threads: int, block_size: int, kv_cache: str) -> LLM:
     return LLM(opened(model_name), activations=activations or "fp", threads=threads, block_size=block_size, num_blocks=BLOCKS, kv_cache=kv_cache)
 
 
-def logits_of(llm: LLM, block_size: int, who: list[int], rng: random.Random | None) -> dict[int, torch.Tensor]:
+def logits_of(llm: LLM, block_size: int, who: list[int], rng: random.Random | None, guess: Guess | None = None) -> dict[int, torch.Tensor]:
     """Each sequence's logits at every position that it is asked for. `rng` draws step budgets, places of blocks, arrivals, cancellations."""
     draw = rng or random.Random(0)
     scheduler = Scheduler(BlockPool(BLOCKS), block_size, 9, 512)
@@ -55,12 +55,16 @@ def logits_of(llm: LLM, block_size: int, who: list[int], rng: random.Random | No
             if arriving:
                 scheduler.add(arriving.pop(0))
         scheduler._max_step_tokens = draw.choice([1, 3, 7, 20, 64, 512]) if rng else 512
-        pieces = scheduler.schedule()
-        logits = llm.runner.step(build_step(pieces, block_size))
+        pieces = scheduler.schedule(guess)
+        ready = [p for p in pieces if p.wants_logits]
+        logits = llm.runner.step(build_step(pieces, block_size)).split([1 + len(p.draft) for p in ready])
         scheduler.advance(pieces)
-        for row, sequence in zip(logits, [p.sequence for p in pieces if p.wants_logits], strict=True):
-            rows[sequence.id].append(row)
-            sequence.tokens.append(int(row.argmax()))
+        for found, piece in zip(logits, ready, strict=True):
+            sequence, chosen = piece.sequence, found.argmax(-1).tolist()
+            right = next((i for i, t in enumerate(piece.draft) if t != chosen[i]), len(piece.draft))
+            sequence.computed += right
+            sequence.tokens += chosen[: right + 1]
+            rows[sequence.id] += found[: right + 1]
             if len(sequence.tokens) >= sequence.limit:
                 scheduler.finish(sequence, FinishReason.LENGTH)
         if rng and scheduler.running and draw.random() < 0.05:
@@ -77,7 +81,14 @@ def check(name: str, number: int) -> None:
     rng = random.Random(number)
     threads, block_size, kv_cache = rng.choice([1, 2, 3]), rng.choice([16, 32]), rng.choice(["fp32", "fp16", "bf16", "int8", "fp8"])
     who = rng.sample(range(len(GIVEN)), rng.randint(1, len(GIVEN)))
-    for i, rows in logits_of(runtime(name, threads, block_size, kv_cache), block_size, who, rng).items():
+    comes = {i: alone(name, kv_cache, i).argmax(-1).tolist() for i in who}
+
+    def guess(sequence: seq.Sequence, most: int) -> list[int]:
+        """Up to three tokens of what comes; one in four is wrong."""
+        next_ones = comes[sequence.id][len(sequence.tokens) - sequence.num_prompt :]
+        return [t if rng.random() < 0.75 else t - 1 if t else 1 for t in next_ones[: min(most, rng.randint(0, 3))]]
+
+    for i, rows in logits_of(runtime(name, threads, block_size, kv_cache), block_size, who, rng, guess).items():
         assert torch.equal(rows, alone(name, kv_cache, i)), f"sequence {i} of schedule {number}"
 
 

@@ -26,7 +26,7 @@ from qforge.runtime.gpu_decoder import GpuDecoder
 from qforge.runtime.loader import read
 from qforge.runtime.places import Gpu
 from qforge.runtime.scheduler import Piece
-from qforge.runtime.sequence import Sequence
+from qforge.runtime.sequence import Draw, Sequence
 from qforge.runtime.shared_loader import read_share
 from qforge.runtime.shares import Share
 from qforge.runtime.step import build_step
@@ -153,5 +153,6 @@ def test_tokens_are_drawn_where_the_logits_are_as_the_sampler_draws_them(monkeyp
     how = ({"temperature": 0.0}, {"temperature": 0.8, "top_k": 20}, {"temperature": 1.2, "top_p": 0.7, "min_p": 0.01})
     sequences = [Sequence(i, p, len(p), SamplingParams(**h), 3 + i, 40, frozenset(), block_table=[i]) for i, (p, h) in enumerate(zip(prompts(3, 12, seed=2), how, strict=True))]  # type: ignore[arg-type]
     step = build_step([Piece(s, 0, len(s.tokens)) for s in sequences], 16)
-    assert runner.choose(step, sequences) == sampler.sample(runner.step(step), sequences)
+    draws = [Draw(s.params, s.seed, len(s.tokens)) for s in sequences]
+    assert runner.choose(step, draws) == sampler.sample(runner.step(step), draws)
     assert runner.choose(build_step([Piece(sequences[0], 0, len(sequences[0].tokens) - 1)], 16), []) == []

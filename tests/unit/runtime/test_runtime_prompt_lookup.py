@@ -1,0 +1,164 @@
+"""Guesses at what comes next: what they are, and that a runtime with them gives the tokens that it gives without."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from runtime_models import model, prompts, quantized
+
+from qforge.errors import UnsupportedError
+from qforge.models.model import Model
+from qforge.runtime import LLM, SamplingParams
+from qforge.runtime.blocks import BlockPool
+from qforge.runtime.engine import Engine
+from qforge.runtime.native_decoder import NativeDecoder
+from qforge.runtime.prompt_lookup import PromptLookup
+from qforge.runtime.scheduler import Piece, Scheduler
+from qforge.runtime.sequence import Sequence
+from qforge.runtime.step import build_step
+
+
+def _searched(tokens: list[int], length: int) -> list[int]:
+    """The last place before the end where the last three tokens stand, and what follows it, read on into what is read."""
+    places = [i for i in range(3, len(tokens)) if tokens[i - 3 : i] == tokens[-3:]]
+    read = list(tokens)
+    for i in range(length if places else 0):
+        read.append(read[places[-1] + i])
+    return read[len(tokens) :]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12), st.integers(0, 9))
+def test_a_guess_is_what_followed_the_last_three_tokens(grows: list[list[int]], most: int) -> None:
+    lookup, tokens, length = PromptLookup(8), [], 1
+    for more in grows:
+        tokens += more
+        guess = lookup.guess(tokens, most)
+        assert guess == _searched(tokens, length)[:most]
+        if guess:
+            lookup.learn(len(guess), len(guess))
+            length = min(8, 2 * length)
+
+
+def test_as_many_as_were_right_are_guessed_next_time() -> None:
+    lookup, tokens = PromptLookup(8), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1, 2, 3]
+    assert lookup.guess(tokens, 8) == [4]
+    for right, length in ((1, 2), (2, 4), (4, 8), (8, 8), (3, 3), (0, 1), (1, 2)):
+        lookup.learn(max(right, 1) if right != 3 else 8, right)
+        assert lookup.guess(tokens, 8) == tokens[3 : 3 + length]
+
+
+def test_a_step_computes_guesses_after_the_last_token() -> None:
+    a, b = (Sequence(i, list(range(100, 118)), 18, SamplingParams(), 0, 40, frozenset(), block_table=[5, 2] if i == 0 else [7, 9]) for i in range(2))
+    step = build_step([Piece(a, 15, 18, (7, 8)), Piece(b, 17, 18)], 16)
+    assert step.tokens.tolist() == [115, 116, 117, 7, 8, 117]
+    assert step.positions.tolist() == [15, 16, 17, 18, 19, 17]
+    assert step.slot_mapping.tolist() == [95, 32, 33, 34, 35, 145]
+    assert step.query_starts.tolist() == [0, 5, 6]
+    assert step.context_lens.tolist() == [20, 18]
+    assert step.logit_indices.tolist() == [2, 3, 4, 5]
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3", "int4-g32-asym as int8"])
+def two(request: pytest.FixtureRequest) -> tuple[LLM, LLM]:
+    """A runtime without guesses, and one with."""
+    name, _, activations = request.param.partition(" as ")
+    opened: Model = model(name) if not activations else quantized("llama", lambda _: name)[0]
+    made = [LLM(opened, activations=activations or "fp", num_blocks=60, kv_cache="int8" if activations else "fp32", num_speculative_tokens=n) for n in (0, 8)]
+    return made[0], made[1]
+
+
+def _run(engine: Engine, given: list[list[int]], params: list[SamplingParams], cancel: int | None = None) -> tuple[list[list[int]], int]:
+    """Tokens of all requests, and the number of steps; `cancel`: this one, after four steps."""
+    requests = [engine.add(p, s) for p, s in zip(given, params, strict=True)]
+    came: list[list[int]] = [[] for _ in requests]
+    steps = 0
+    while engine.busy():
+        for sequence, token in engine.step():
+            came[sequence.id].append(token)
+        steps += 1
+        if cancel is not None and steps == 4:
+            engine.cancel(requests[cancel])
+    assert came == [r.generated for r in requests]
+    assert not engine._lookups
+    assert engine.scheduler.pool.num_used == 0
+    return came, steps
+
+
+def _told(monkeypatch: pytest.MonkeyPatch, given: list[list[int]], plain: list[list[int]]) -> None:
+    """Guesses by somebody who knows what comes, up to a place where they are wrong: random models seldom repeat themselves."""
+    rng, whole = random.Random(7), [p + c for p, c in zip(given, plain, strict=True)]
+
+    def guess(_: PromptLookup, tokens: list[int], most: int) -> list[int]:
+        truth = next(w for w in whole if w[: len(tokens)] == tokens)
+        told = [t if rng.random() < 0.8 else (t + 1) % 384 for t in truth[len(tokens) :][: rng.randint(0, 8)]]
+        return told[:most]
+
+    monkeypatch.setattr(PromptLookup, "guess", guess)
+
+
+GIVEN = prompts(9, 40, seed=3)
+
+
+def _params(temperature: float = 0.0) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=40 + 3 * i, temperature=temperature, top_k=3, seed=i, ignore_eos=True) for i in range(len(GIVEN))]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_tokens_are_the_same_in_fewer_steps(two: tuple[LLM, LLM], temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, steps = _run(two[0].engine(), GIVEN, _params(temperature))
+    assert _run(two[1].engine(), GIVEN, _params(temperature))[0] == plain
+    _told(monkeypatch, GIVEN, plain)
+    guessed, fewer = _run(two[1].engine(), GIVEN, _params(temperature))
+    assert guessed == plain
+    assert fewer < 0.6 * steps
+
+
+def test_a_model_that_repeats_itself_takes_fewer_steps() -> None:
+    llm = LLM(model("gemma3"))
+    (plain, steps), (guessed, fewer) = (_run(llm.engine(speculate=s), GIVEN, _params()) for s in (False, True))
+    assert guessed == plain
+    assert fewer < 0.4 * steps
+
+
+def test_outputs_end_where_they_end_without_guesses(two: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    free = two[0].generate(GIVEN, _params())
+    params = [SamplingParams(max_tokens=60, stop_token_ids=(o.token_ids[20 + i],)) for i, o in enumerate(free[:4])]
+    params += [SamplingParams(max_tokens=60, ignore_eos=True, stop=(o.text[40 + i : 44 + i],)) for i, o in enumerate(free[4:])]
+    plain = two[0].generate(GIVEN, params)
+    assert {o.finish_reason for o in plain} == {"stop"}
+    _told(monkeypatch, GIVEN, [o.token_ids + f.token_ids[len(o.token_ids) :] for o, f in zip(plain, free, strict=True)])
+    assert two[1].generate(GIVEN, params) == plain
+
+
+@pytest.mark.parametrize(("blocks", "budget"), [(8, 40), (11, 9), (60, 1), (60, 12)])
+def test_a_pool_or_a_step_without_room_for_guesses_changes_no_token(two: tuple[LLM, LLM], blocks: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = _run(two[0].engine(), GIVEN, _params())
+    _told(monkeypatch, GIVEN, plain)
+    engine = two[1].engine()
+    engine.scheduler = Scheduler(BlockPool(blocks), 16, 32, budget)
+    assert _run(engine, GIVEN, _params())[0] == plain
+
+
+def test_a_cancelled_request_leaves_no_guess(two: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = _run(two[0].engine(), GIVEN, _params())
+    _told(monkeypatch, GIVEN, plain)
+    kept = _run(two[1].engine(), GIVEN, _params(), cancel=2)[0]
+    assert [k for i, k in enumerate(kept) if i != 2] == [p for i, p in enumerate(plain) if i != 2]
+    assert kept[2] == plain[2][: len(kept[2])] != plain[2]
+
+
+def test_guesses_are_refused_where_rows_move_each_others_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match="num_speculative_tokens is -1; it must be at least 0"):
+        LLM(model("llama"), num_speculative_tokens=-1)
+    monkeypatch.setattr(NativeDecoder, "batch_invariant", False)
+    with pytest.raises(UnsupportedError, match="native kernels on a CPU"):
+        LLM(model("llama"), num_speculative_tokens=4)
+    assert LLM(model("llama"), num_speculative_tokens=0).engine()._most_guesses == LLM(model("llama")).engine()._most_guesses == 0
+
+
+def test_guesses_are_on_where_they_change_nothing() -> None:
+    llm = LLM(model("llama"))
+    assert (llm.engine()._most_guesses, llm.engine(speculate=False)._most_guesses) == (8, 0)

@@ -2,7 +2,8 @@
 
     python benchmarks/prompt_lookup.py ARTIFACT --text FILE [--activations int8] [--rounds 3] [--save NAME]
 
-Continued are pieces of 256 tokens of FILE and of this repository's code (192 tokens each, greedy and at a temperature of .8), one sequence after the other and 32 at once, and the load of vs_llama_cpp.py.
+Continued are pieces of 256 tokens of FILE and of this repository's code (192 tokens each, greedy and at a temperature of .8), one sequence after the other and 32 at once; then
+the load of vs_llama_cpp.py.
 """
 
 from __future__ import annotations

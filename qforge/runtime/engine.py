@@ -99,8 +99,6 @@ class Engine:
         """Of the tokens found after a sequence's last one and after each guess, those up to the first that differs from the next guess."""
         sequence, draft = piece.sequence, piece.draft
         right = next((i for i, token in enumerate(draft) if token != found[i]), len(draft))
-        if draft:
-            self._lookups[sequence.id].learn(len(draft), right)
         sequence.computed += right
         for count, token in enumerate(found[: right + 1], 1):
             sequence.tokens.append(token)

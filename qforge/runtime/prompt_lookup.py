@@ -1,4 +1,4 @@
-"""Guess what comes next in a sequence: what followed its last three tokens where they stood last (prompt lookup decoding, Saxena 2023; vLLM's `ngram`). Standard library only.
+"""Guess what comes next in a sequence: what followed its last four tokens where they stood last (prompt lookup decoding, Saxena 2023; vLLM's `ngram`). Standard library only.
 
 A step computes guesses behind a sequence's last token, and those are kept that the model would have chosen. Where bits do not depend on what else a step computes, tokens are
 the same as without.
@@ -6,33 +6,43 @@ the same as without.
 
 from __future__ import annotations
 
-_WORDS = 3  # of two, half as many guesses again are wrong in ordinary text; of four, a third fewer are right
+_WORDS = 4  # of three, half as many guesses again are wrong, and hardly more are right (docs/log.md)
 
 
 class PromptLookup:
-    """Of one sequence, whose tokens only become more.
+    """Of one sequence, whose tokens only become more. What it expects is compared with what comes, also where it was not computed: only who was right just now is asked.
 
     Args:
         most: guesses of a step.
     """
 
     def __init__(self, most: int) -> None:
-        self._most, self._length, self._seen = most, 1, _WORDS
-        self._after: dict[tuple[int, ...], int] = {}  # where it goes on behind each three of `tokens[:seen - 1]`, the last such place
+        self._most, self._length = most, 0  # of the next guess
+        self._after: dict[tuple[int, ...], int] = {}  # where it goes on behind each four of `tokens[:seen - 1]`, the last such place
+        self._seen = _WORDS
+        self._expected: list[int] = []
+        self._since = 0  # tokens that there were then
 
     def guess(self, tokens: list[int], most: int) -> list[int]:
-        """At most `most` tokens after `tokens`; none where their last three are new."""
+        """At most `most` tokens after `tokens`."""
+        self._learn(tokens[self._since :])
         for end in range(self._seen, len(tokens)):
             self._after[tuple(tokens[end - _WORDS : end])] = end
         self._seen = max(self._seen, len(tokens))
         place = self._after.get(tuple(tokens[-_WORDS:]))
-        if place is None:
-            return []
-        behind = tokens[place : place + self._length]
-        while len(behind) < self._length:  # it repeats itself
-            behind += behind[: self._length - len(behind)]
-        return behind[:most]
+        self._expected, self._since = self._read(tokens, place) if place else [], len(tokens)
+        return self._expected[: min(most, self._length)]
 
-    def learn(self, guessed: int, right: int) -> None:
-        """Of so many guesses so many were right: twice as many next time, or as many as that."""
-        self._length = min(self._most, 2 * self._length) if right == guessed else max(1, right)
+    def _learn(self, came: list[int]) -> None:
+        """Twice as many as last time if all came as expected, else as many as did."""
+        if self._expected and came:
+            right = next((i for i, (a, b) in enumerate(zip(came, self._expected, strict=False)) if a != b), min(len(came), len(self._expected)))
+            self._length = min(self._most, max(1, 2 * self._length) if right == len(came) else right)
+
+    def _read(self, tokens: list[int], place: int) -> list[int]:
+        """One more than can be guessed, from a place on; behind the end it repeats itself."""
+        wanted = self._most + 1
+        read = tokens[place : place + wanted]
+        while len(read) < wanted:
+            read += read[: wanted - len(read)]
+        return read

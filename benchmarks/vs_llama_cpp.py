@@ -149,6 +149,7 @@ ROWS = {
     "decode": "decode, one sequence, tokens/s", "prefill": "prefill of 512, tokens/s", "mixed.tokens_per_second": "32 requests, output tokens/s",
     "mixed.ttft_ms_p50": "32 requests, first token p50, ms", "mixed.ttft_ms_p99": "32 requests, first token p99, ms",
     "mixed.tpot_ms_p50": "32 requests, each further token p50, ms", "mixed.tpot_ms_p99": "32 requests, each further token p99, ms",
+    "lookup.tokens_per_second": "32 requests, both with prompt lookup, output tokens/s",
 }  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def one_round(args: argparse.Namespace, other: Other, folder: Path) -> dict[str,
     request = {
         "model": str(args.model), "other": str(args.other), "activations": args.activations, "kv_cache": "int8", "threads": args.threads, "repeats": 2,
         "single": {"prompt": [100 + i % 1000 for i in range(512)], "output": 1}, "short": {"prompt": [5, 6, 7], "output": 128},
-        "mixed": load(args.model),
+        "mixed": load(args.model), "lookup": True,
     }  # fmt: skip
     return {"theirs": work(args.python, other.script, request, folder), "ours": work(Path(sys.executable), "ours.py", request, folder)}
 
@@ -97,7 +97,19 @@ def page(content: dict[str, Any], other: Other) -> str:
     ]  # fmt: skip
     of_load, theirs = content["load"], [v for r in content["rounds"] if (v := value(r["theirs"], "mixed.tokens_per_second")) is not None]
     goal = said(of_load["integer_rate"], of_load["multiplications"], of_load["outputs"], statistics.median(theirs) if theirs else None)
-    return "\n".join(head + [line for name in ROWS if (line := row(name, content["rounds"], "theirs")) is not None] + (["", goal] if goal else []))
+    rows = [line for name in ROWS if (line := row(name, content["rounds"], "theirs")) is not None]
+    return "\n".join(head + rows + [part for line in (goal, guesses(content["rounds"], other)) if line for part in ("", line)])
+
+
+def guesses(rounds: list[dict[str, dict[str, Any]]], other: Other) -> str:
+    """What prompt lookup changes, and the load as each engine comes: ours guesses, others do not."""
+    ratios = sorted(r["ours"]["lookup"]["tokens_per_second"] / r["theirs"]["mixed"]["tokens_per_second"] for r in rounds)
+    changed = {name: rounds[0][who].get("changed") for name, who in (("qforge's", "ours"), (f"{other.name}'s", "theirs"))}
+    return (
+        f"Prompt lookup changes {' and '.join(f'{n} of {name} 32 continuations' for name, n in changed.items() if n is not None)}. "
+        f"As each comes (ours with it, {other.name} without) ours makes {statistics.median(ratios):.2f} times the output tokens/s ({ratios[0]:.2f}-{ratios[-1]:.2f}). "
+        "Random prompts make a model repeat itself; benchmarks/prompt_lookup.py has what others gain."
+    )
 
 
 if __name__ == "__main__":

@@ -32,6 +32,11 @@ def best(runs: Iterable[Timeline]) -> dict[str, float]:
     return max(map(summary, runs), key=lambda s: s["tokens_per_second"])
 
 
+def looked_up(plain: tuple[Timeline, list[list[int]]], runs: list[tuple[Timeline, list[list[int]]]]) -> dict[str, Any]:
+    """The load with prompt lookup, and how many of its continuations that changed."""
+    return {"lookup": best(came for came, _ in runs), "changed": sum(a != b for a, b in zip(plain[1], runs[0][1], strict=True))}
+
+
 def figures(run: Callable[[list[dict[str, Any]]], Timeline], request: dict[str, Any]) -> dict[str, Any]:
     """What a batching engine is timed by, the best of several times each: `run` gives it requests at once."""
     repeats = range(request["repeats"])

@@ -11,35 +11,44 @@ from typing import Any
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
-from load import Timeline, figures
+from load import Timeline, figures, looked_up
 
 LIMITS = {"INFERENCE_PRECISION_HINT": ov.Type.f32, "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} if os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2" else {}
 
 
-def pipeline(folder: str, threads: int) -> Any:
+LOOKUP = {"num_assistant_tokens": 5, "max_ngram_size": 3}  # of 3 and 5 guesses, 5 were faster
+
+
+def pipeline(folder: str, threads: int, *, lookup: bool = False) -> Any:
     """Chunked prefill of 512 tokens a step, the plugin's own choice of precisions. It chooses by CPUID: told to use AVX2 only, it must also be told what it would choose then."""
     scheduler = genai.SchedulerConfig()
     scheduler.max_num_batched_tokens, scheduler.dynamic_split_fuse, scheduler.cache_size, scheduler.enable_prefix_caching = 512, True, 2, False
-    return genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"} | LIMITS)
+    how = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"} | LIMITS | ({"prompt_lookup": True} if lookup else {})
+    return genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", how)
 
 
-def timed_steps(pipe: Any, requests: list[dict[str, Any]]) -> Timeline:
-    """All requests at once; when each of their tokens came."""
+def timed_steps(pipe: Any, requests: list[dict[str, Any]], *, lookup: bool = False) -> tuple[Timeline, list[list[int]]]:
+    """All requests at once; when each of their tokens came, and the tokens."""
     start = time.perf_counter()
     handles = []
     for i, r in enumerate(requests):
         config = genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = r["output"], True, False
+        for name, value in LOOKUP.items() if lookup else ():
+            setattr(config, name, value)
         handles.append(pipe.add_request(i, ov.Tensor(np.array([r["prompt"]], np.int64)), config))
     came: Timeline = [[] for _ in requests]
+    tokens: list[list[int]] = [[] for _ in requests]
     while pipe.has_non_finished_requests():
         pipe.step()
         now = time.perf_counter() - start
         for i, handle in enumerate(handles):
             while handle.can_read():
-                came[i] += [now] * sum(len(o.generated_ids) for o in handle.read().values())
+                new = [token for o in handle.read().values() for token in o.generated_ids]
+                came[i] += [now] * len(new)
+                tokens[i] += new
     assert [len(c) for c in came] == [r["output"] for r in requests]
-    return came
+    return came, tokens
 
 
 def main() -> None:
@@ -49,7 +58,11 @@ def main() -> None:
     chosen = {name: LIMITS.get(name) or ov.Core().get_property("CPU", name) for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")}
     told = ", ".join(f"{name.lower()} {kind.get_type_name()}" for name, kind in chosen.items())
     answer: dict[str, Any] = {"version": f"openvino-genai {genai.__version__}", "precisions": told}
-    answer |= figures(lambda requests: timed_steps(pipe, requests), request)
+    answer |= figures(lambda requests: timed_steps(pipe, requests)[0], request)
+    plain = timed_steps(pipe, request["mixed"])
+    del pipe
+    pipe = pipeline(request["other"], request["threads"], lookup=True)
+    answer |= looked_up(plain, [timed_steps(pipe, request["mixed"], lookup=True) for _ in range(request["repeats"])])
     print("\n" + json.dumps(answer), flush=True)
 
 

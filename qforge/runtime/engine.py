@@ -13,6 +13,8 @@ from qforge.runtime.sequence import Draw, FinishReason, SamplingParams, Sequence
 from qforge.runtime.step import Runner, build_step
 from qforge.runtime.tokenizer import Tokenizer
 
+_MANY_ROWS = 16  # from so many on a step waits for products, not for memory: a guess that is wrong costs a token's time
+
 
 class Engine:
     """Requests in, finished sequences out.
@@ -89,11 +91,11 @@ class Engine:
         """Drop what is kept for a finished request's text."""
         self._texts.pop(sequence.id, None)
 
-    def _guess(self, sequence: Sequence, most: int) -> list[int]:
+    def _guess(self, sequence: Sequence, most: int, rows: int) -> list[int]:
         lookup = self._lookups.get(sequence.id)
         if lookup is None:
             lookup = self._lookups[sequence.id] = PromptLookup(self._most_guesses)
-        return lookup.guess(sequence.tokens, most)
+        return lookup.guess(sequence.tokens, most, sure=rows >= _MANY_ROWS)
 
     def _accept(self, piece: Piece, found: list[int]) -> list[int]:
         """Of the tokens found after a sequence's last one and after each guess, those up to the first that differs from the next guess."""

@@ -35,7 +35,7 @@ class Piece:
         return self.stop + len(self.draft)
 
 
-Guess = Callable[[Sequence, int], list[int]]  # at most so many tokens that a sequence may go on with
+Guess = Callable[[Sequence, int, int], list[int]]  # tokens that a sequence may go on with, at most so many, in a step that has so many already
 
 
 class Scheduler:
@@ -128,7 +128,7 @@ class Scheduler:
 
     def _with_draft(self, piece: Piece, guess: Guess, budget: int) -> Piece:
         sequence = piece.sequence
-        draft = guess(sequence, min(budget, sequence.limit - len(sequence.tokens) - 1))
+        draft = guess(sequence, min(budget, sequence.limit - len(sequence.tokens) - 1), self._max_step_tokens - budget)
         more = self._blocks_for(piece.stop + len(draft)) - len(sequence.block_table)
         if more > 0:
             blocks = self.pool.allocate(more)

@@ -71,7 +71,8 @@ def test_a_schedule_never_shares_a_block_and_always_ends(requests: list[tuple[in
     for s in sequences:
         scheduler.add(s)
 
-    def guess(_: Sequence, most: int) -> list[int]:
+    def guess(_: Sequence, most: int, rows: int) -> list[int]:
+        assert rows + most <= budget
         return [0] * min(most, guesses)
 
     for turn in range(10_000):

@@ -83,7 +83,7 @@ def check(name: str, number: int) -> None:
     who = rng.sample(range(len(GIVEN)), rng.randint(1, len(GIVEN)))
     comes = {i: alone(name, kv_cache, i).argmax(-1).tolist() for i in who}
 
-    def guess(sequence: seq.Sequence, most: int) -> list[int]:
+    def guess(sequence: seq.Sequence, most: int, _: int) -> list[int]:
         """Up to three tokens of what comes; one in four is wrong."""
         next_ones = comes[sequence.id][len(sequence.tokens) - sequence.num_prompt :]
         return [t if rng.random() < 0.75 else t - 1 if t else 1 for t in next_ones[: min(most, rng.randint(0, 3))]]

@@ -41,23 +41,39 @@ def test_a_guess_is_what_followed_the_last_four_tokens(grows: list[list[int]], m
             length = min(8, max(1, 2 * length) if more == expected[: len(more)] else next(i for i, t in enumerate([*expected, -1]) if i == len(more) or t != more[i]))
         tokens += more
         expected = _searched(tokens, 9)
-        assert lookup.guess(tokens, most) == expected[: min(most, length)]
+        assert lookup.guess(tokens, most, sure=False) == expected[: min(most, length)]
 
 
 def test_who_was_right_guesses_more() -> None:
     lookup, tokens = PromptLookup(8), [*range(40), 0, 1, 2, 3]
     asked = []
     for came in (1, 1, 2, 3, 9, 9):  # as expected
-        asked.append(len(lookup.guess(tokens, 8)))
+        asked.append(len(lookup.guess(tokens, 8, sure=False)))
         tokens += tokens[tokens.index(tokens[-1]) + 1 :][:came]
     assert asked == [0, 1, 2, 4, 8, 8]
     tokens[-2:] = [70, 71]  # the last two are others
-    assert lookup.guess(tokens, 8) == []
+    assert lookup.guess(tokens, 8, sure=False) == []
     tokens += [0, 1, 2, 3]
-    assert lookup.guess(tokens, 3) == [4, 5, 6]
-    assert lookup.guess(tokens, 8) == list(range(4, 11)), "seven of nine were right, and nothing came since"
+    assert lookup.guess(tokens, 3, sure=False) == [4, 5, 6]
+    assert lookup.guess(tokens, 8, sure=False) == list(range(4, 11)), "seven of nine were right, and nothing came since"
     tokens += [99, 0, 1, 2, 3]
-    assert lookup.guess(tokens, 8) == [], "none was right"
+    assert lookup.guess(tokens, 8, sure=False) == [], "none was right"
+
+
+def test_where_rows_are_dear_only_who_is_mostly_right_guesses() -> None:
+    lookup, tokens = PromptLookup(8), [*range(30), 0, 1, 2, 3]
+    asked = []
+    for token in range(4, 30):
+        asked.append(lookup.guess(tokens, 8, sure=True) != [])
+        tokens.append(token)
+    assert asked == [False] * 22 + [True] * 4, "1 - .9^22 is the first share above .9"
+    tokens[-1] = 99
+    assert lookup.guess(tokens, 8, sure=True) == []
+    tokens += [0, 1, 2, 3]
+    assert lookup.guess(tokens, 8, sure=False) == []
+    tokens.append(4)
+    assert lookup.guess(tokens, 8, sure=False) == [5]
+    assert lookup.guess(tokens, 8, sure=True) == []
 
 
 def test_a_step_computes_guesses_after_the_last_token() -> None:
@@ -101,7 +117,7 @@ def _told(monkeypatch: pytest.MonkeyPatch, given: list[list[int]], plain: list[l
     """Guesses by somebody who knows what comes, up to a place where they are wrong: random models seldom repeat themselves."""
     rng, whole = random.Random(7), [p + c for p, c in zip(given, plain, strict=True)]
 
-    def guess(_: PromptLookup, tokens: list[int], most: int) -> list[int]:
+    def guess(_: PromptLookup, tokens: list[int], most: int, *, sure: bool) -> list[int]:
         truth = next(w for w in whole if w[: len(tokens)] == tokens)
         told = [t if rng.random() < 0.8 else (t + 1) % 384 for t in truth[len(tokens) :][: rng.randint(0, 8)]]
         return told[:most]
@@ -130,7 +146,7 @@ def test_a_model_that_repeats_itself_takes_fewer_steps() -> None:
     llm = LLM(model("gemma3"))
     (plain, steps), (guessed, fewer) = (_run(llm.engine(speculate=s), GIVEN, _params()) for s in (False, True))
     assert guessed == plain
-    assert fewer < 0.4 * steps
+    assert fewer < 0.6 * steps
 
 
 def test_outputs_end_where_they_end_without_guesses(two: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def said(rate: float | None, count: int, outputs: int, theirs: float | None) -> 
     ceiling = rate * outputs / count
     goal, which = min((2.5 * theirs, "2.5 times theirs"), (0.75 * ceiling, "three quarters of the ceiling"))
     return (
-        f"32 requests take {count:.3g} integer multiplications, one for each product (pairs need fewer); at {rate / 1e9:.0f}e9 a second, measured after the rounds, "
-        f"that is a ceiling of {ceiling:.0f} output tokens/s. "
+        f"32 requests take {count:.3g} integer multiplications, one for each product (pairs need fewer); at {rate / 1e9:.0f}e9 a second, "
+        f"the better of before and after the rounds, that is a ceiling of {ceiling:.0f} output tokens/s. "
         f"Goal: {goal:.0f}, {which} (2.5 times theirs: {2.5 * theirs:.0f}, three quarters of the ceiling: {0.75 * ceiling:.0f})."
     )

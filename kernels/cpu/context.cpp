@@ -376,7 +376,7 @@ void Context::attention(const Attention &a, const int32_t *query_starts, int64_t
     const auto store = [&](int64_t first, int64_t end) { layers_->rotate_and_store(a, first, end); };
     const auto clear = [&](int64_t s) {
         const int64_t last = query_starts[s + 1] - 1;
-        if (last > query_starts[s] || a.positions[last] % 16 == 0) layers_->clear_after(a, last);  // a tile that an earlier step began is clear already
+        if (last > query_starts[s] || a.positions[last] % 16 == 0) layers_->clear_after(a, last);  // a tile that an earlier step began is clear already, or holds this sequence's guesses that were wrong
     };
     // A sequence's only query, where one task has all heads, is stored by that task.
     const auto stored_by_task = [&](int64_t s) {

@@ -13,7 +13,7 @@ from qforge.runtime.sequence import Draw, FinishReason, SamplingParams, Sequence
 from qforge.runtime.step import Runner, build_step
 from qforge.runtime.tokenizer import Tokenizer
 
-_MANY_ROWS = 16  # from so many on a step waits for products, not for memory: a guess that is wrong costs a token's time
+_MANY_ROWS = 16  # from so many on a step waits for products, not for memory: a guess costs a token's time, and where tokens are drawn a draw's besides
 
 
 class Engine:
@@ -95,19 +95,20 @@ class Engine:
         lookup = self._lookups.get(sequence.id)
         if lookup is None:
             lookup = self._lookups[sequence.id] = PromptLookup(self._most_guesses)
-        return lookup.guess(sequence.tokens, most, sure=rows >= _MANY_ROWS)
+        many = rows >= _MANY_ROWS
+        return lookup.guess(sequence.tokens, 0 if many and sequence.params.temperature else most, sure=many)
 
     def _accept(self, piece: Piece, found: list[int]) -> list[int]:
         """Of the tokens found after a sequence's last one and after each guess, those up to the first that differs from the next guess."""
         sequence, draft = piece.sequence, piece.draft
         right = next((i for i, token in enumerate(draft) if token != found[i]), len(draft))
-        sequence.computed += right
         for count, token in enumerate(found[: right + 1], 1):
             sequence.tokens.append(token)
             self._finish_if_done(sequence, token)
             if sequence.finish_reason is not None:
                 self._lookups.pop(sequence.id, None)
                 return found[:count]
+        self.scheduler.keep(piece, right)
         return found[: right + 1]
 
     def _finish_if_done(self, sequence: Sequence, token: int) -> None:

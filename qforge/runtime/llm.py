@@ -48,8 +48,8 @@ class LLM:
             16-bit type of activations. fp8 takes the checkpoint's scales, else each key and each value has one of its own, as in int8.
         device: `cpu`, `cuda` or `cuda:N`: a GPU runs with activations in 16 bits, fp16 for models stored in fp16 or fp32, else bf16.
         graphs: on a GPU, record decode steps as CUDA graphs when the model is loaded.
-        num_speculative_tokens: most tokens of a sequence that a step computes on a guess, namely what followed its last three where they stood before (prompt lookup decoding);
-            tokens are the same as without. None: 8 on a CPU with the native kernels; 0 elsewhere, where more rows in a step can move a token's last bits.
+        num_speculative_tokens: most tokens of a sequence that a step computes on a guess, namely what followed its last four where they stood before (prompt lookup decoding);
+            tokens are the same as without. None: 8 on a CPU if native kernels run all products; 0 elsewhere, where more rows in a step can move a token's last bits.
         tensor_parallel: processes that share the model, each with its part of every weight and of the cache: on GPUs one each (`device: cuda` takes the first N). They are
             started here and end with this object; `model` is then a source, or a Model as `open_model` gave it, which they open again.
 
@@ -197,7 +197,7 @@ def _guesses(asked: int | None, runner: Runner) -> int:
     if asked < 0:
         raise UnsupportedError(f"num_speculative_tokens is {asked}; it must be at least 0")
     if asked and not runner.batch_invariant:
-        raise UnsupportedError("guesses (num_speculative_tokens) need the native kernels on a CPU: elsewhere more rows in a step can move a token's last bits; use 0")
+        raise UnsupportedError("guesses (num_speculative_tokens) need native kernels on a CPU for all products: elsewhere more rows in a step can move a token's last bits; use 0")
     return asked
 
 

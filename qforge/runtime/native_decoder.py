@@ -1,6 +1,6 @@
 """The decoder as one native call a step (kernels/include/qforge/decoder.h): hands over addresses once, and flat arrays at each step.
 
-Bits do not depend on the batch, the cut of a prompt, the place of blocks, or threads. Needs no torch but for logits.
+Bits do not depend on the batch, the cut of a prompt, the place of blocks, or threads, if native kernels run all products. Needs no torch but for logits.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ class NativeDecoder:
         kv_cache: how keys and values are stored: `fp32`, `fp16`, `bf16`, `int8` (a scale for each key and each value) or `fp8` (the model's scales; else as int8).
     """
 
-    batch_invariant = True
-
     def __init__(self, model: NativeModel, *, num_blocks: int, block_size: int, threads: int | None = None, kv_cache: str = "fp32") -> None:
         native: Any = module()
         spec = model.spec
         self.spec, self._model, self._native = spec, model, native
+        self.batch_invariant = all(part.elsewhere is None for product in model.products() for part in product.parts)
         self._tables = [RopeTable(f.view(np.float32)) for f in model.frequencies]
         try:
             scales = spec.kv_scales or [None] * len(model.layers)

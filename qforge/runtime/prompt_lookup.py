@@ -36,11 +36,12 @@ class PromptLookup:
 
     def _learn(self, came: list[int]) -> None:
         """The next guess is twice as long as the last one if all came as expected, else as long as what did."""
-        if self._expected and came:
-            right = next((i for i, (a, b) in enumerate(zip(came, self._expected, strict=False)) if a != b), min(len(came), len(self._expected)))
-            self._length = min(self._most, max(1, 2 * self._length) if right == len(came) else right)
+        compared = min(len(came), len(self._expected))
+        if compared:
+            right = next((i for i in range(compared) if came[i] != self._expected[i]), compared)
+            self._length = min(self._most, max(1, 2 * self._length) if right == compared else right)
             self._share = 1 - (1 - self._share) * (1 - _WEIGHT) ** right
-            if right < len(came):
+            if right < compared:
                 self._share *= 1 - _WEIGHT
 
     def _read(self, tokens: list[int], place: int) -> list[int]:

@@ -106,6 +106,14 @@ class Scheduler:
         for piece in pieces:
             piece.sequence.computed = piece.stop
 
+    def keep(self, piece: Piece, right: int) -> None:
+        """Note that so many guesses of a computed piece were right and are tokens now; what others' keys and values took is free again."""
+        sequence = piece.sequence
+        sequence.computed += right
+        needed = self._blocks_for(len(sequence.tokens))
+        self.pool.release(sequence.block_table[needed:])
+        del sequence.block_table[needed:]
+
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Take out a running sequence that has ended, and free its blocks."""
         sequence.finish_reason = reason
@@ -131,10 +139,8 @@ class Scheduler:
         draft = guess(sequence, min(budget, sequence.limit - len(sequence.tokens) - 1), self._max_step_tokens - budget)
         more = self._blocks_for(piece.stop + len(draft)) - len(sequence.block_table)
         if more > 0:
-            blocks = self.pool.allocate(more)
-            if blocks is None:
-                return piece
-            sequence.block_table += blocks
+            sequence.block_table += self.pool.allocate(more) or []
+            draft = draft[: len(sequence.block_table) * self.block_size - piece.stop]
         return Piece(sequence, piece.start, piece.stop, tuple(draft))
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -32,7 +32,7 @@ class StepInput:
     slot_mapping: `[T]` int64, block x block_size + offset: where its key and value go.
     block_tables: `[S, M]` int32, each sequence's blocks, filled up with 0.
     query_starts: `[S + 1]` int32, where each sequence's tokens start in `tokens`.
-    context_lens: `[S]` int64, tokens of each sequence that are in the cache after this step.
+    context_lens: `[S]` int64, tokens of each sequence that are in the cache after this step, guesses included.
     logit_indices: `[L]` int64, rows of the step whose logits are wanted, rising.
     """
 

@@ -91,8 +91,9 @@ def test_a_schedule_never_shares_a_block_and_always_ends(requests: list[tuple[in
         for p in pieces:
             if p.wants_logits:
                 kept = min(right, len(p.draft))
-                p.sequence.computed += kept
                 p.sequence.tokens += [0] * (kept + 1)
+                scheduler.keep(p, kept)
+                assert len(p.sequence.block_table) <= -(-len(p.sequence.tokens) // 16)
                 if len(p.sequence.tokens) >= p.sequence.limit:
                     scheduler.finish(p.sequence, FinishReason.LENGTH)
         for s in sequences:

@@ -62,8 +62,8 @@ def logits_of(llm: LLM, block_size: int, who: list[int], rng: random.Random | No
         for found, piece in zip(logits, ready, strict=True):
             sequence, chosen = piece.sequence, found.argmax(-1).tolist()
             right = next((i for i, t in enumerate(piece.draft) if t != chosen[i]), len(piece.draft))
-            sequence.computed += right
             sequence.tokens += chosen[: right + 1]
+            scheduler.keep(piece, right)
             rows[sequence.id] += found[: right + 1]
             if len(sequence.tokens) >= sequence.limit:
                 scheduler.finish(sequence, FinishReason.LENGTH)

@@ -14,7 +14,6 @@ from qforge.models.model import Model
 from qforge.runtime import LLM, SamplingParams
 from qforge.runtime.blocks import BlockPool
 from qforge.runtime.engine import Engine
-from qforge.runtime.native_decoder import NativeDecoder
 from qforge.runtime.prompt_lookup import PromptLookup
 from qforge.runtime.scheduler import Piece, Scheduler
 from qforge.runtime.sequence import Sequence
@@ -38,7 +37,8 @@ def test_a_guess_is_what_followed_the_last_four_tokens(grows: list[list[int]], m
     length = 0
     for more in grows:
         if more and expected:
-            length = min(8, max(1, 2 * length) if more == expected[: len(more)] else next(i for i, t in enumerate([*expected, -1]) if i == len(more) or t != more[i]))
+            right = next((i for i, (a, b) in enumerate(zip(more, expected, strict=False)) if a != b), 9)
+            length = min(8, max(1, 2 * length) if right >= min(len(more), 9) else right)
         tokens += more
         expected = _searched(tokens, 9)
         assert lookup.guess(tokens, most, sure=False) == expected[: min(most, length)]
@@ -74,6 +74,27 @@ def test_where_rows_are_dear_only_who_is_mostly_right_guesses() -> None:
     tokens.append(4)
     assert lookup.guess(tokens, 8, sure=False) == [5]
     assert lookup.guess(tokens, 8, sure=True) == []
+
+
+def test_blocks_of_wrong_guesses_are_free_again() -> None:
+    scheduler = Scheduler(BlockPool(2), 16, 4, 64)
+    sequence = Sequence(0, list(range(14)), 14, SamplingParams(), 0, 30, frozenset())
+    scheduler.add(sequence)
+    piece = scheduler.schedule(lambda *_: [1, 2, 3, 4])[0]
+    assert (piece.draft, len(sequence.block_table)) == ((1, 2, 3, 4), 2)
+    scheduler.advance([piece])
+    sequence.tokens += [1, 9]
+    scheduler.keep(piece, 1)
+    assert (sequence.computed, len(sequence.block_table), scheduler.pool.num_free) == (15, 1, 1)
+    scheduler.pool.allocate(1)
+    assert scheduler.schedule(lambda *_: [1, 2, 3, 4])[0].draft == ()
+
+
+def test_a_guess_ends_where_the_pool_does() -> None:
+    scheduler = Scheduler(BlockPool(2), 16, 4, 64)
+    scheduler.add(Sequence(0, list(range(13)), 13, SamplingParams(), 0, 30, frozenset()))
+    scheduler.pool.allocate(1)
+    assert scheduler.schedule(lambda *_: [1, 2, 3, 4])[0].draft == (1, 2, 3)
 
 
 def test_a_step_computes_guesses_after_the_last_token() -> None:
@@ -139,7 +160,7 @@ def test_tokens_are_the_same_in_fewer_steps(two: tuple[LLM, LLM], temperature: f
     _told(monkeypatch, GIVEN, plain)
     guessed, fewer = _run(two[1].engine(), GIVEN, _params(temperature))
     assert guessed == plain
-    assert fewer < 0.6 * steps
+    assert fewer < 0.7 * steps
 
 
 def test_a_model_that_repeats_itself_takes_fewer_steps() -> None:
@@ -176,13 +197,13 @@ def test_a_cancelled_request_leaves_no_guess(two: tuple[LLM, LLM], monkeypatch: 
     assert kept[2] == plain[2][: len(kept[2])] != plain[2]
 
 
-def test_guesses_are_refused_where_rows_move_each_others_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guesses_are_refused_where_rows_move_each_others_bits() -> None:
     with pytest.raises(UnsupportedError, match="num_speculative_tokens is -1; it must be at least 0"):
         LLM(model("llama"), num_speculative_tokens=-1)
-    monkeypatch.setattr(NativeDecoder, "batch_invariant", False)
+    by_batch = quantized("llama", lambda _: "int8-channel-sym+int8-tensor")[0]  # rounds activations by all rows of a step
     with pytest.raises(UnsupportedError, match="native kernels on a CPU"):
-        LLM(model("llama"), num_speculative_tokens=4)
-    assert LLM(model("llama"), num_speculative_tokens=0).engine()._most_guesses == LLM(model("llama")).engine()._most_guesses == 0
+        LLM(by_batch, num_speculative_tokens=4)
+    assert LLM(by_batch, num_speculative_tokens=0).engine()._most_guesses == LLM(by_batch).engine()._most_guesses == 0
 
 
 def test_guesses_are_on_where_they_change_nothing() -> None:

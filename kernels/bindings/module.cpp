@@ -87,6 +87,9 @@ NB_MODULE(_native, m) {
                 self.linear(weight, pointer<const float>(x), rows, x_stride, pointer<float>(y), y_stride);
             },
             nb::arg("weight"), nb::arg("x"), nb::arg("rows"), nb::arg("x_stride"), nb::arg("y"), nb::arg("y_stride"), nb::call_guard<nb::gil_scoped_release>());
+    context.def(
+        "weight_sum", [](const Context &self, uintptr_t logits, int64_t n, double largest, double inverse) { return self.weight_sum()(pointer<const float>(logits), n, largest, inverse); },
+        nb::arg("logits"), nb::arg("n"), nb::arg("largest"), nb::arg("inverse"), "The sum of e^((logit - largest) * inverse), as draws take it.");
     context.def("gates", &Context::gates, nb::arg("gate_up"), nb::arg("down"), nb::arg("rows"), "Whether linear_gated takes the weights, and with integers so many rows.");
     context.def(
         "linear_gated",

@@ -78,6 +78,7 @@ Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa
         piece_ = linear_avx2;
         const bool amx = isa == "amx", pairs = isa == "avx512-vnni-pairs", avx512 = amx || pairs || isa == "avx512-vnni";
         layers_ = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512dq") ? &layers_avx512 : &layers_avx2;
+        weight_sum_ = layers_ == &layers_avx512 ? weight_sum_avx512 : weight_sum_avx2;
         if (amx && layers_ == &layers_avx512) tiles_ = &tile_attention_amx;
         integer_ = amx ? &integer_amx : avx512 ? &integer_avx512_vnni : &integer_avx2;
         if (amx) bf16_ = &bf16_amx;

@@ -205,7 +205,7 @@ void Decoder::choose(const Step &step, const Sampling *sampling, int64_t *chosen
     logits(step, logits_.get());
     context_.tasks(step.num_wanted, [&](int64_t row, int thread) {
         const float *row_logits = logits_.get() + row * shape_.vocabulary;
-        chosen[row] = sampling ? draw(row_logits, shape_.vocabulary, sampling[row], candidates_[static_cast<size_t>(thread)]) : most_likely(row_logits, shape_.vocabulary);
+        chosen[row] = sampling ? draw(row_logits, shape_.vocabulary, sampling[row], candidates_[static_cast<size_t>(thread)], context_.weight_sum()) : most_likely(row_logits, shape_.vocabulary);
     });
 }
 

@@ -2,7 +2,8 @@
 #include "qforge/sampler.h"
 
 #include <algorithm>
-#include <bit>
+
+#include "weights.inl"
 
 namespace qforge {
 namespace {
@@ -20,48 +21,12 @@ Word multiply(uint64_t a, uint64_t b) {
 }
 
 constexpr double kNear[] = {3, 8};  // tokens less likely than the first by e^3 are looked at where the others do not decide, those by e^8 where these do not, either
-constexpr double kLeast = -700;  // e to that is not denormal yet
-constexpr int64_t kTogether = 64;
-
-// e^x for x <= 0 (at least e^kLeast), 1 for 0, to about 1e-15 of it: 2^n times the Taylor series of what is left, whose argument is at most ln(2) / 2. No call, no branch: loops of it become vectors.
-inline double power(double x) {
-    constexpr double shift = 0x1.8p52, inverse = 0x1.71547652b82fep0, high = 0x1.62e42feep-1, low = 0x1.a39ef35793c76p-33;
-    x = x > kLeast ? x : kLeast;
-    const double rounded = x * inverse + shift, n = rounded - shift, r = (x - n * high) - n * low;
-    double p = 1.0 / 6227020800;
-    p = p * r + 1.0 / 479001600;
-    p = p * r + 1.0 / 39916800;
-    p = p * r + 1.0 / 3628800;
-    p = p * r + 1.0 / 362880;
-    p = p * r + 1.0 / 40320;
-    p = p * r + 1.0 / 5040;
-    p = p * r + 1.0 / 720;
-    p = p * r + 1.0 / 120;
-    p = p * r + 1.0 / 24;
-    p = p * r + 1.0 / 6;
-    p = p * r + 0.5;
-    p = p * r + 1.0;
-    p = p * r + 1.0;
-    return std::bit_cast<double>(std::bit_cast<uint64_t>(p) + (std::bit_cast<uint64_t>(rounded) << 52));
-}
 
 // Logits to weights, of which the largest is 1.
 struct Weighing {
     double largest, inverse;  // of the temperature
 
     double operator()(float logit) const { return power((static_cast<double>(logit) - largest) * inverse); }
-
-    double sum(const float *logits, int64_t n) const {
-        double weights[kTogether], total = 0;
-        for (int64_t start = 0; start < n; start += kTogether) {
-            const int64_t count = std::min(kTogether, n - start);
-            for (int64_t i = 0; i < count; ++i) weights[i] = (*this)(logits[start + i]);
-            double part[4] = {};
-            for (int64_t i = 0; i < count; ++i) part[i & 3] += weights[i];
-            total += (part[0] + part[1]) + (part[2] + part[3]);
-        }
-        return total;
-    }
 };
 
 void gather(const float *logits, int64_t vocabulary, float above, std::vector<Candidate> &room) {
@@ -155,11 +120,13 @@ int64_t most_likely(const float *logits, int64_t vocabulary) {
     return at == logits + vocabulary ? 0 : at - logits;
 }
 
-int64_t draw(const float *logits, int64_t vocabulary, const Sampling &s, std::vector<Candidate> &room) {
+double weight_sum_portable(const float *logits, int64_t n, double largest, double inverse) { return sum_of_weights(logits, n, largest, inverse); }
+
+int64_t draw(const float *logits, int64_t vocabulary, const Sampling &s, std::vector<Candidate> &room, WeightSum sum) {
     const int64_t first = most_likely(logits, vocabulary);
     if (s.temperature == 0) return first;
     const Weighing weight{logits[first], 1 / s.temperature};
-    const double total = s.top_k > 0 ? 0 : weight.sum(logits, vocabulary);
+    const double total = s.top_k > 0 ? 0 : sum(logits, vocabulary, weight.largest, weight.inverse);
     for (const double near : kNear) {
         gather(logits, vocabulary, static_cast<float>(weight.largest - near * s.temperature), room);
         const int64_t token = draw_of(room, static_cast<int64_t>(room.size()) == vocabulary, total, weight, s);

@@ -16,6 +16,7 @@
 #include "qforge/linear.h"
 #include "qforge/memory.h"
 #include "qforge/pool.h"
+#include "qforge/sampler.h"
 
 namespace qforge {
 
@@ -74,6 +75,7 @@ class Context {
     uint64_t checksum(const uint64_t *words, int64_t count);
     int threads() const { return pool_.threads(); }
     const std::string &isa() const { return isa_; }
+    WeightSum weight_sum() const { return weight_sum_; }
 
     static std::vector<std::string> instruction_sets();  // those that this CPU runs, fastest first
 
@@ -118,6 +120,7 @@ class Context {
     std::string isa_;
     LinearPiece piece_;
     const LayerFunctions *layers_;
+    WeightSum weight_sum_ = weight_sum_portable;
     const TileAttention *tiles_ = nullptr;  // null: none
     const IntegerFunctions *integer_;
     const BlockwiseFunctions *blockwise_;

@@ -20,9 +20,15 @@ struct Candidate {
     int32_t token;
 };
 
+// The sum of e^((logit - largest) * inverse), each at least e^-700: the same bits on each instruction set
+using WeightSum = double (*)(const float *logits, int64_t n, double largest, double inverse);
+double weight_sum_portable(const float *logits, int64_t n, double largest, double inverse);
+double weight_sum_avx2(const float *logits, int64_t n, double largest, double inverse);
+double weight_sum_avx512(const float *logits, int64_t n, double largest, double inverse);
+
 double uniform(uint64_t seed, uint64_t position);  // [0, 1)
 int64_t most_likely(const float *logits, int64_t vocabulary);  // the first of equal ones
 // `room`: reused memory of the calling thread
-int64_t draw(const float *logits, int64_t vocabulary, const Sampling &s, std::vector<Candidate> &room);
+int64_t draw(const float *logits, int64_t vocabulary, const Sampling &s, std::vector<Candidate> &room, WeightSum sum = weight_sum_portable);
 
 }  // namespace qforge

@@ -68,6 +68,16 @@ def test_the_native_draw_is_the_reference(vocabulary: int, spread: float, ties: 
     assert native.draw(logits.data_ptr(), vocabulary, temperature, top_k, top_p, min_p, seed, position) in {draw(logits, params, seed, position) for params in near}
 
 
+@pytest.mark.parametrize("n", [1, 7, 64, 100, 49152])
+def test_sums_of_weights_have_the_same_bits_on_each_instruction_set(n: int) -> None:
+    native: Any = module()
+    logits = torch.randn(n, generator=torch.Generator().manual_seed(n)) * 40
+    most = float(logits.max())
+    sums = {isa: native.Context(1, isa).weight_sum(logits.data_ptr(), n, most, 1 / 0.8) for isa in native.instruction_sets()}
+    assert len(set(sums.values())) == 1, sums
+    assert next(iter(sums.values())) == pytest.approx(float(torch.exp((logits.double() - most) / 0.8).sum()), rel=1e-13)
+
+
 @pytest.mark.parametrize("vocabulary", [1, 15, 16, 100, 49152])
 def test_the_native_choice_without_temperature_is_the_first_of_the_most_likely(vocabulary: int) -> None:
     native: Any = module()

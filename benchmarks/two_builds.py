@@ -1,9 +1,10 @@
 """Builds of the native module beside each other, on the load of vs_llama_cpp.py: a process for each, stepped in turn, so that a host whose speed changes does so for all.
 
-    python benchmarks/two_builds.py ARTIFACT OLD.so NEW.so [MORE.so ...] [--activations int8] [--rounds 3] [--rows N]
+    python benchmarks/two_builds.py ARTIFACT OLD.so NEW.so [MORE.so ...] [--activations int8] [--rounds 3] [--rows N] [--temperature T]
 
 A build is the file `qforge/ops/_native*.so` of an installation. Printed for each: the least time of each step over all rounds, added up, in all and by what steps do
-(prompts; 16 sequences and more; fewer), and the median of its loads' times by the first build's. --rows: N sequences with short prompts instead. Tokens have to be the same.
+(prompts; 16 sequences and more; fewer), and the median of its loads' times by the first build's. --rows: N sequences with short prompts instead.
+--temperature: tokens are drawn. Tokens have to be the same.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from load import mixed
 Step = dict[str, Any]  # seconds, whether it computed prompts, tokens that were chosen, whether there is more
 
 
-def work(build: str, model: str, activations: str, rows: int) -> None:
+def work(build: str, model: str, activations: str, rows: int, temperature: float) -> None:
     """Answer each line of stdin: `new` begins the load, `step` does a step of it."""
     loader = importlib.machinery.ExtensionFileLoader("qforge.ops._native", build)
     spec = importlib.util.spec_from_loader("qforge.ops._native", loader)
@@ -44,8 +45,8 @@ def work(build: str, model: str, activations: str, rows: int) -> None:
     for line in sys.stdin:
         if line.strip() == "new":
             engine = llm.engine(speculate=False)
-            for r in requests:
-                engine.add(r["prompt"], SamplingParams(max_tokens=r["output"], ignore_eos=True))
+            for seed, r in enumerate(requests):
+                engine.add(r["prompt"], SamplingParams(max_tokens=r["output"], temperature=temperature, seed=seed, ignore_eos=True))
         prompts = bool(engine.scheduler.waiting) or any(s.computed < s.num_prompt for s in engine.scheduler.running)
         start = time.perf_counter()
         chosen = engine.step()
@@ -80,12 +81,13 @@ def main() -> int:
     parser.add_argument("--activations", default="int8")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=0)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        work(str(args.builds[0]), args.model, args.activations, args.rows)
+        work(str(args.builds[0]), args.model, args.activations, args.rows, args.temperature)
         return 0
-    call = [sys.executable, __file__, args.model, "--activations", args.activations, "--rows", str(args.rows), "--work"]
+    call = [sys.executable, __file__, args.model, "--activations", args.activations, "--rows", str(args.rows), "--temperature", str(args.temperature), "--work"]
     workers = [subprocess.Popen([*call, str(b.resolve())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for b in args.builds]
     rounds = [load(workers) for _ in range(args.rounds)]
     for w in workers:

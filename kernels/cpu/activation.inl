@@ -1,15 +1,15 @@
 // 2^x and what activations are made of, written once over `Lanes` (layers.inl).
 
-// 2^x to about 3 ulp, exactly 0 from -126 down, NaN of NaN (min gives its second argument where one is NaN); the polynomial is 2^f's of degree 5 with the least relative error for |f| <= 1/2
+// 2^x for x up to 127 to about 3 ulp, exactly 0 from -126 down, NaN of NaN; the polynomial is 2^f's of degree 5 with the least relative error for |f| <= 1/2
 inline Lanes exp2(Lanes x) {
-    const Lanes most = Lanes::min(Lanes::set(127.0f), x), n = Lanes::round(most), f = Lanes::sub(most, n);
+    const Lanes n = Lanes::round(x), f = Lanes::sub(x, n);
     Lanes p = Lanes::set(1.3276472e-3f);
     p = Lanes::fma(p, f, Lanes::set(9.6755413e-3f));
     p = Lanes::fma(p, f, Lanes::set(5.5507133e-2f));
     p = Lanes::fma(p, f, Lanes::set(2.4022120e-1f));
     p = Lanes::fma(p, f, Lanes::set(6.9314697e-1f));
     p = Lanes::fma(p, f, Lanes::set(1.0f));
-    return Lanes::zero_below(x, Lanes::set(-126.0f), Lanes::exp_scale(p, n));
+    return Lanes::exp_scale(x, p, n);
 }
 
 constexpr float kLog2e = 1.44269504088896341f;
@@ -22,7 +22,7 @@ inline Lanes reciprocal(Lanes x) {
     return Lanes::fma(Lanes::fma(less, guess, one), guess, guess);
 }
 
-// x / (1 + 2^u); x 2^-125 for u from 125 on
+// x / (1 + 2^u); x 2^-125 for u from 125 on (min gives its second argument where one is NaN)
 inline Lanes damped(Lanes x, Lanes u) { return Lanes::mul(x, reciprocal(Lanes::add(Lanes::set(1.0f), exp2(Lanes::min(Lanes::set(125.0f), u))))); }
 
 inline Lanes activate(Activation kind, Lanes x) {

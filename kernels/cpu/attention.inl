@@ -17,11 +17,6 @@ inline void pack_row(float *x, int64_t count, const Pack &pack) {
     __builtin_memcpy(to + Bytes * i, last, static_cast<size_t>((count - i) * Bytes + 3) / 4 * 4);
 }
 
-// What numbers are multiplied with to become integers, and what these are to be multiplied with: NaN where a number is not finite
-struct Unit {
-    float inverse, unit;
-};
-
 inline Lanes magnitudes(const float *x, int64_t count) {
     Lanes magnitude = Lanes::set(0.0f);
     int64_t i = 0;
@@ -34,24 +29,26 @@ inline Lanes magnitudes(const float *x, int64_t count) {
     return magnitude;
 }
 
-// Of numbers the largest of which becomes +-`most`
-inline Unit unit_of(float largest, float most) {
-    const float scale = largest / most;
-    return {scale > 1e-30f ? 1.0f / scale : 0.0f, scale + largest * 0.0f};
+// Of 16 rows, what numbers are multiplied with to become integers, the largest +-`most`, and what these are to be multiplied with: NaN where a number is not finite
+inline void units_of(const float *largest, float most, float *inverse, float *unit) {
+    const Lanes all = Lanes::load(largest), least = Lanes::set(1e-30f), scale = Lanes::div(all, Lanes::set(most)), some = Lanes::max(scale, least);  // max gives its second argument where one is NaN
+    Lanes::zero_below(some, least, Lanes::div(Lanes::set(1.0f), some)).store(inverse);
+    Lanes::fma(all, Lanes::set(0.0f), scale).store(unit);
 }
 
 // Rows [rows][d] in place, as codes at the beginning of each, ties to even, the largest of a row +-127; their units
 template <int Bytes, int Most, typename Pack>
 inline void to_codes(float *x, int64_t rows, int64_t d, const Pack &pack, float *units) {
+    static_assert(Most <= kLanes);
     Lanes magnitude[Most];
-    float largest[Most];
+    float largest[kLanes] = {}, inverse[kLanes], unit[kLanes];
     for (int64_t r = 0; r < rows; ++r) magnitude[r] = magnitudes(x + r * d, d);
     Lanes::largest_or_nan(magnitude, rows, largest);
+    units_of(largest, 127.0f, inverse, unit);
     for (int64_t r = 0; r < rows; ++r) {
-        const Unit unit = unit_of(largest[r], 127.0f);
-        const Lanes by = Lanes::set(unit.inverse);
+        const Lanes by = Lanes::set(inverse[r]);
         pack_row<Bytes>(x + r * d, d, [&](const Lanes &numbers, void *to) { pack(Lanes::mul(numbers, by), to); });
-        units[r] = unit.unit;
+        units[r] = unit[r];
     }
 }
 
@@ -180,8 +177,8 @@ inline float soften_row(float *scores, int64_t count, float unit) {
 // What scores are multiplied by, but for units of queries and scales of keys
 inline float score_scale(const Attention &a) { return a.scale * a.cache.key_scale / static_cast<float>(a.cache.type == CacheType::I8 ? turned(a.cache.head_dim) : 1); }
 
-// Scores [rows][stride] of the positions [first, last + 16), with `unit` each -> put(row, position, 16 codes) of weights times the scales of values, rounded for each span, the largest 255; their units
-// [spans][Stride], and one over the sum of weights. What a row may not see stays 0, though the scale there may be NaN.
+// Scores [rows][stride] of the positions [first, last + 16), with `unit` each -> weights times the scales of values, and for each span put(those of its first position on, what makes codes of a row's, the
+// largest 255, its first position, its tiles); their units [spans][Stride], and one over the sum of weights. What a row may not see stays 0, though the scale there may be NaN.
 template <int Stride, typename Put>
 inline void soften_codes(const Attention &a, const AttentionPiece &p, int64_t rows, const int64_t *position, const float *unit, int64_t first, int64_t last, float *scores, int64_t stride, float *units,
                          float *factor, const Put &put) {
@@ -206,14 +203,11 @@ inline void soften_codes(const Attention &a, const AttentionPiece &p, int64_t ro
                 largest[r] = Lanes::max_or_nan(largest[r], x);
             }
         }
-        float most[Stride];
+        float most[kLanes] = {}, inverse[kLanes], unit_of_row[kLanes];
         Lanes::largest_or_nan(largest, rows, most);
-        for (int64_t r = 0; r < rows; ++r) {
-            const Unit unit_here = unit_of(most[r], 255.0f);
-            const Lanes inverse = Lanes::set(unit_here.inverse);
-            for (int64_t i = 0; i < count; ++i) put(r, k + i * 16, Lanes::mul(Lanes::load(span + r * stride + i * 16), inverse));
-            units[r] = unit_here.unit;
-        }
+        units_of(most, 255.0f, inverse, unit_of_row);
+        std::copy_n(unit_of_row, Stride, units);
+        put(span, inverse, k, count);
     }
     for (int64_t r = 0; r < rows; ++r) factor[r] = 1.0f / softmax[r].sum.sum();
 }

@@ -154,7 +154,10 @@ void attend_group(const Attention &a, const AttentionPiece &p, int64_t row, int6
     query_codes<1, kGroup>(room.queries, rows, d, [](const Lanes &x, void *to) { Lanes::to_bytes(x, to); }, unit);
     score_group(a, p, room, rows, position, last);
     const auto codes = [&](int64_t r, int64_t k) { return reinterpret_cast<char *>(room.scores + r * room.stride) + k; };
-    soften_codes<kGroup>(a, p, rows, position, unit, 0, last, room.scores, room.stride, room.units, factor, [&](int64_t r, int64_t k, const Lanes &x) { Lanes::to_bytes(x, codes(r, k)); });
+    soften_codes<kGroup>(a, p, rows, position, unit, 0, last, room.scores, room.stride, room.units, factor, [&](const float *span, const float *inverse, int64_t k, int64_t tiles) {
+        for (int64_t r = 0; r < rows; ++r)
+            for (int64_t i = 0; i < tiles; ++i) Lanes::to_bytes(Lanes::mul(Lanes::load(span + r * room.stride + i * 16), Lanes::set(inverse[r])), codes(r, k + i * 16));
+    });
     for (int64_t r = 0; r < rows; ++r)
         for (int64_t k = count; k < room.stride; k += 16) Lanes::to_bytes(Lanes::set(0.0f), codes(r, k));
     for (int64_t i = 0; i < d; i += 32) mix_group(a, p, room, rows, factor, last, i, out);

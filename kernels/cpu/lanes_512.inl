@@ -20,8 +20,9 @@ struct Lanes {
     static Lanes max_or_nan(Lanes a, Lanes b) { return {_mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)))}; }
     Lanes magnitude() const { return {_mm512_abs_ps(v)}; }
     static Lanes round(Lanes a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-    static Lanes exp_scale(Lanes p, Lanes n) { return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p.v), _mm512_slli_epi32(_mm512_cvtps_epi32(n.v), 23)))}; }
-    static Lanes zero_below(Lanes x, Lanes limit, Lanes y) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLE_UQ), y.v)}; }
+    static Lanes exp_scale(Lanes x, Lanes p, Lanes n) { return {_mm512_maskz_scalef_ps(above(x, _mm512_set1_ps(-126.0f)), p.v, n.v)}; }
+    static Lanes zero_below(Lanes x, Lanes limit, Lanes y) { return {_mm512_maskz_mov_ps(above(x, limit.v), y.v)}; }
+    static Lanes div(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
     static void to_bf16(Lanes x, void *to) {
         const __m512i bits = _mm512_castps_si512(x.v), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
         store_halves(_mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16), to);
@@ -57,6 +58,7 @@ struct Lanes {
     float largest() const { return _mm512_reduce_max_ps(v); }
 
   private:
+    static __mmask16 above(Lanes x, __m512 limit) { return _mm512_cmp_ps_mask(x.v, limit, _CMP_NLE_UQ); }  // NaN is
     static void store_halves(__m512i x, void *to) { _mm256_storeu_si256(static_cast<__m256i *>(to), _mm512_cvtepi32_epi16(x)); }  // the lower ones
 };
 

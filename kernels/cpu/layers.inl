@@ -1,9 +1,9 @@
 // The functions of layers.h, written once over `Lanes` (16 floats), which the including file defines for its instruction set.
-// Lanes: sum() of lanes i and i + 8, then of neighbours, neighbouring pairs, and halves; largest(); load (floats, halves, FP8 codes divided by kFp8), store, set, fma(a, b, c) = a b + c, add, sub, mul, min, max,
-//        magnitude, max_or_nan and largest_or_nan (of numbers from +0 up, or NaN, which then is the result), within(first, last, other) = only lanes [first, last] of it, exp_scale(p, n) = p 2^n for integral n,
+// Lanes: sum() of lanes i and i + 8, then of neighbours, neighbouring pairs, and halves; largest(); load (floats, halves, FP8 codes divided by kFp8), store, set, fma(a, b, c) = a b + c, add, sub, mul, div, min, max,
+//        magnitude, max_or_nan and largest_or_nan (of numbers from +0 up, or NaN, which then is the result), within(first, last, other) = only lanes [first, last] of it, exp_scale(x, p, n) = x <= -126 ? 0 : p 2^n for integral n,
 //        guess_reciprocal(x) = what kReciprocal less the bits of x stands for, round, zero_below(x, limit, y) = x <= limit ? 0 : y, to_bf16 and to_int16 (16 numbers, ties to even, into 32 bytes), to_bytes (-127 to 127, into 16). to_half(x): the nearest half, ties to even.
 // Also in the including file: kSums, how many sums over 16 columns registers hold; and, over 16 columns and as many codes of a row as a float holds (see Fmas for the interface):
-// KeyDots and ValueDots of int8, exact, whose codes their pack() makes; Bf16Dots: in fp32, the second product is added first, then the first (as AVX512-BF16 does).
+// KeyDots and ValueDots of int8, exact, whose codes their pack() makes, in ValueDots of beside(rows) rows side by side where that is not 0; put_every_second; Bf16Dots: in fp32, the second product is added first, then the first (as AVX512-BF16 does).
 
 #include "attention.inl"
 
@@ -137,7 +137,7 @@ void store_token(const Attention &a, int64_t token, float *row) {
     }
 }
 
-// Keys and values are made codes where they are.
+// Keys and values are made codes where they are; put_every_second(codes, count, to, odd): to[2 i + odd] = codes[i], and nothing else is written: another thread may be at the other ones.
 template <>
 void store_token<int8_t>(const Attention &a, int64_t token, float *row) {
     constexpr int64_t kMost = 8;  // rows at once
@@ -151,11 +151,11 @@ void store_token<int8_t>(const Attention &a, int64_t token, float *row) {
             const bool is_key = first + r < c.kv_heads;
             const Rows<int8_t> at = rows_at<int8_t>(c, block, (first + r) % c.kv_heads, offset - k);
             const auto *codes = reinterpret_cast<const int8_t *>(numbers + r * d);
-            int8_t *key = at.keys + 2 * k, *value = at.values + k / 2 * 2 * c.value_dim() + k % 2;
+            int8_t *key = at.keys + 2 * k;
             if (is_key)
                 for (int64_t i = 0; i < d / 2; ++i) __builtin_memcpy(key + i * 32, codes + 2 * i, 2);
             else
-                for (int64_t i = 0; i < d; ++i) value[2 * i] = codes[i];
+                put_every_second(codes, d, at.values + k / 2 * 2 * c.value_dim(), k % 2);
             (is_key ? at.key_scales : at.value_scales)[k] = scales[r];
         }
     }
@@ -169,11 +169,12 @@ void clear_after_token(const Attention &a, int64_t token) {
     constexpr int64_t n = kTogether<T>;
     for (int64_t h = 0; h < c.kv_heads; ++h) {
         const Rows<T> at = rows_at<T>(c, block, h, offset / 16 * 16);
-        for (int64_t k = offset % 16 + 1; k < 16; ++k) {
-            T *values = at.values + k / n * n * c.value_dim() + k % n;
-            for (int64_t i = 0; i < c.value_dim(); ++i) values[i * n] = T{};
-            if (c.scaled) at.value_scales[k] = 0.0f;
-        }
+        int64_t k = offset % 16 + 1;
+        if (k == 16) return;
+        if (c.scaled) std::fill(at.value_scales + k, at.value_scales + 16, 0.0f);
+        for (; k % n; ++k)
+            for (int64_t i = 0; i < c.value_dim(); ++i) at.values[k / n * n * c.value_dim() + i * n + k % n] = T{};
+        std::fill(at.values + k * c.value_dim(), at.values + 16 * c.value_dim(), T{});
     }
 }
 
@@ -223,10 +224,11 @@ struct Fmas {
     using Columns = Lanes;
     static constexpr int64_t kCodes = 1;  // of a row, that lie in a float
     Lanes v = Lanes::set(0.0f);
+    static Fmas from(int32_t) { return {}; }  // sums of integers that begin with a number
     static Columns key(const T *p) { return Lanes::load(p); }
     static Columns value(const T *p, int64_t) { return Lanes::load(p); }
     void add(const Columns &c, const float &x) { v = Lanes::fma(Lanes::set(x), c, v); }
-    Lanes get(int32_t = 0) const { return v; }
+    Lanes get() const { return v; }
 };
 
 template <typename T, typename Integers>
@@ -236,6 +238,12 @@ template <typename T>
 using KeySums = Dots<T, KeyDots>;
 template <typename T>
 using ValueSums = Dots<T, ValueDots>;
+
+// Rows of weights that lie side by side, four codes each; 0: rows lie one after the other
+template <typename T, int R>
+constexpr int64_t kBeside = 0;
+template <int R>
+constexpr int64_t kBeside<int8_t, R> = ValueDots::beside(R);
 
 // Queries or weights [count] in place, but for int8's, as sums take them; returns what the sums are to be multiplied by.
 template <typename T>
@@ -265,19 +273,23 @@ template <typename T, int R, int N>
 inline void score_tiles(const Attention &a, const float *query, const int32_t *starts, const int64_t *position, const Rows<T> (&at)[N], int64_t k, float *scores, int64_t stride) {
     constexpr int64_t codes = KeySums<T>::kCodes;
     KeySums<T> sums[N][R];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n)
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) sums[n][r] = KeySums<T>::from(starts[r]);
     for (int64_t i = 0; i < a.cache.head_dim; i += codes, query += R)
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
             const auto columns = KeySums<T>::key(at[n].keys + i * 16);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
             for (int r = 0; r < R; ++r) sums[n][r].add(columns, query[r]);
         }
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
         Lanes scale = Lanes::set(score_scale(a));
         if (a.cache.scaled) scale = Lanes::mul(scale, Lanes::load(at[n].key_scales));
-#pragma GCC unroll 6
-        for (int r = 0; r < R; ++r) Lanes::mul(sums[n][r].get(starts[r]), scale).store(scores + r * stride + n * 16);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) Lanes::mul(sums[n][r].get(), scale).store(scores + r * stride + n * 16);
     }
     if (!all_seen(a, position[0], position[R - 1], k, N * 16))
         for (int n = 0; n < N; ++n)
@@ -320,38 +332,44 @@ constexpr int64_t kSpanOf = std::is_same_v<T, int8_t> ? kSpan : INT64_MAX / 2;
 template <typename T, int R, int N>
 inline void mix_columns(const Attention &a, const AttentionPiece &p, const float *weights, int64_t stride, const float *units, const float *factor, int64_t first, int64_t last, int64_t i,
                         float *const *out) {
-    constexpr int64_t n = kTogether<T>, codes = ValueSums<T>::kCodes;
+    constexpr int64_t n = kTogether<T>, codes = ValueSums<T>::kCodes, beside = kBeside<T, R>;
     const int64_t d = a.cache.head_dim, wide = a.cache.value_dim();
     Lanes total[N][R];
-#pragma GCC unroll 4
-    for (int m = 0; m < N; ++m)
-        for (int r = 0; r < R; ++r) total[m][r] = Lanes::set(0.0f);
     Tiles<T> tiles(a, p, first);
-    for (int64_t k = first; k <= last; units += R) {
-        const int64_t end = (k / kSpanOf<T> + 1) * kSpanOf<T>;
+    int64_t k = first;
+    const float *w[beside ? 1 : R];
+    for (int r = 0; r < (beside ? 1 : R); ++r) w[r] = weights + r * stride;
+    const auto span = [&](const auto &put) __attribute__((always_inline)) {
+        const int64_t end = std::min((k / kSpanOf<T> + 1) * kSpanOf<T>, last + 16);
         ValueSums<T> sums[N][R];
-        const float *w[R];
-        for (int r = 0; r < R; ++r) w[r] = weights + r * stride + (k - first) / codes;
-        for (; k <= last && k < end; k += 16, tiles.next()) {
+        for (; k < end; k += 16, tiles.next()) {
             const T *values = tiles.rows().values + i * n;
+#pragma GCC unroll 4
             for (int64_t j = 0; j < 16 / codes; ++j, values += wide * codes) {
                 typename ValueSums<T>::Columns columns[N];
 #pragma GCC unroll 4
                 for (int m = 0; m < N; ++m) columns[m] = ValueSums<T>::value(values + m * 16 * n, wide * n);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
                 for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-                    for (int m = 0; m < N; ++m) sums[m][r].add(columns[m], w[r][j]);
+                    for (int m = 0; m < N; ++m) sums[m][r].add(columns[m], beside ? w[0][j * beside + r] : w[r][j]);
             }
-#pragma GCC unroll 6
-            for (int r = 0; r < R; ++r) w[r] += 16 / codes;
+            if constexpr (beside) w[0] += 16 / codes * beside;
+            else
+#pragma GCC unroll 12
+                for (int r = 0; r < R; ++r) w[r] += 16 / codes;
         }
 #pragma GCC unroll 4
         for (int m = 0; m < N; ++m)
-            for (int r = 0; r < R; ++r) total[m][r] = Lanes::fma(sums[m][r].get(), Lanes::set(units[r]), total[m][r]);
-    }
+#pragma GCC unroll 12
+            for (int r = 0; r < R; ++r) put(total[m][r], sums[m][r].get(), Lanes::set(units[r]));
+        units += R;
+    };
+    span([](Lanes &to, const Lanes &sum, const Lanes &unit) { to = Lanes::mul(sum, unit); });
+    while (k <= last) span([](Lanes &to, const Lanes &sum, const Lanes &unit) { to = Lanes::fma(sum, unit, to); });
 #pragma GCC unroll 4
     for (int m = 0; m < N; ++m, i += 16)
+#pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
             const Lanes v = Lanes::mul(total[m][r], Lanes::set(factor[r]));
             if (i + kLanes <= d) {
@@ -364,7 +382,7 @@ inline void mix_columns(const Attention &a, const AttentionPiece &p, const float
         }
 }
 
-// out[r] = prepared weights [R][stride] x values, times units [spans][R], times factor[r]
+// out[r] = prepared weights [R][stride], or side by side, x values, times units [spans][R], times factor[r]
 template <typename T, int R>
 [[gnu::noinline]] void mix_values(const Attention &a, const AttentionPiece &p, const float *weights, int64_t stride, const float *units, const float *factor, int64_t first, int64_t last, float *const *out) {
     constexpr int N = together(R);
@@ -373,12 +391,22 @@ template <typename T, int R>
     for (; i < a.cache.head_dim; i += 16) mix_columns<T, R, 1>(a, p, weights, stride, units, factor, first, last, i, out);
 }
 
-// Scores [R][stride] of rows with `unit` each -> prepared weights, their units [spans][R], and what their sums are to be multiplied by
+// Scores [R][stride] of rows with `unit` each -> prepared weights, which it returns, their units [spans][R], and what their sums are to be multiplied by
 template <typename T, int R>
-void soften(const Attention &a, const AttentionPiece &p, const int64_t *position, const float *unit, int64_t first, int64_t last, float *scores, int64_t stride, float *units, float *factor) {
+const float *soften(const Attention &a, const AttentionPiece &p, const int64_t *position, const float *unit, int64_t first, int64_t last, float *scores, int64_t stride, float *units, float *factor) {
     if constexpr (std::is_same_v<T, int8_t>) {
-        soften_codes<R>(a, p, R, position, unit, first, last, scores, stride, units, factor,
-                        [&](int64_t r, int64_t k, const Lanes &x) { ValueDots::pack(x, scores + r * stride + (k - first) / ValueDots::kCodes); });
+        constexpr int64_t beside = kBeside<T, R>;
+        float *weights = beside ? scores + R * stride : scores;
+        soften_codes<R>(a, p, R, position, unit, first, last, scores, stride, units, factor, [&](const float *span, const float *inverse, int64_t k, int64_t tiles) {
+            if constexpr (beside) {
+                ValueSums<T>::template pack<R>(span, stride, inverse, tiles, weights + (k - first) / ValueDots::kCodes * beside);
+            } else {
+                for (int r = 0; r < R; ++r)
+                    for (int64_t i = 0; i < 16 * tiles; i += 16)
+                        ValueSums<T>::pack(Lanes::mul(Lanes::load(span + r * stride + i), Lanes::set(inverse[r])), weights + r * stride + (k - first + i) / ValueDots::kCodes);
+            }
+        });
+        return weights;
     } else {
         for (int r = 0; r < R; ++r) {
             float *s = scores + r * stride;
@@ -387,6 +415,7 @@ void soften(const Attention &a, const AttentionPiece &p, const int64_t *position
             factor[r] *= prepare(s, stride, T{}) * a.cache.value_scale;
             units[r] = 1.0f;
         }
+        return scores;
     }
 }
 
@@ -395,7 +424,7 @@ template <typename T, int R>
 void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float *scratch) {
     const int64_t d = a.cache.head_dim, group = a.heads / a.cache.kv_heads;
     const auto query_of = [&](int64_t r) { return a.qkv + (p.query + r / group) * a.row_stride() + (p.kv_head * group + r % group) * d; };
-    float *query = scratch, *interleaved = query + kQueryRows * d, *units = interleaved + kQueryRows * d, *out[R], unit[R], factor[R];
+    float *query = scratch, *interleaved = query + R * d, *units = interleaved + R * d, *out[R], unit[R], factor[R];
     int64_t position[R];
     int32_t starts[R] = {};
     for (int r = 0; r < R; ++r) {
@@ -408,7 +437,7 @@ void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float
         for (int64_t i = 0; i < d; i += 16) __builtin_prefetch(query_of(r) + i);
     const int64_t last = position[R - 1] / 16 * 16, oldest = oldest_seen(a, position[0]);
     const int64_t first = oldest > 0 ? oldest / 16 * 16 : 0, stride = last - first + 16, codes = KeySums<T>::kCodes;
-    float *scores = units + kQueryRows * (stride / kSpan + 2);
+    float *scores = units + R * (stride / kSpan + 2);
     if constexpr (std::is_same_v<T, int8_t>) {
         query_codes<4 / KeyDots::kCodes, R>(query, R, d, KeyDots::pack, unit);
         KeyDots::starts_of(query, R, d, starts);
@@ -417,14 +446,20 @@ void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float
     }
     interleave<R>(query, d, (d + codes - 1) / codes, interleaved);
     score_rows<T, R>(a, p, interleaved, starts, position, first, last, row == 0, scores, stride);
-    soften<T, R>(a, p, position, unit, first, last, scores, stride, units, factor);
-    mix_values<T, R>(a, p, scores, stride, units, factor, first, last, out);
+    const float *weights = soften<T, R>(a, p, position, unit, first, last, scores, stride, units, factor);
+    mix_values<T, R>(a, p, weights, stride, units, factor, first, last, out);
 }
+
+// Bytes are multiplied so fast that what brings them, and makes fours of pairs, counts.
+template <typename T>
+constexpr int kRows = std::is_same_v<T, int8_t> && kSums >= kMostQueryRows ? kMostQueryRows : kQueryRows;
 
 template <typename T>
 void attend_piece(const Attention &a, const AttentionPiece &p, float *scratch) {
     const int64_t rows = (p.query_end - p.query) * (a.heads / a.cache.kv_heads);
     int64_t row = 0;
+    if constexpr (kRows<T> > kQueryRows)
+        for (; row + kRows<T> <= rows; row += kRows<T>) attend_rows<T, kRows<T>>(a, p, row, scratch);
     for (; row + kQueryRows <= rows; row += kQueryRows) attend_rows<T, kQueryRows>(a, p, row, scratch);
     switch (rows - row) {
         case 1: return attend_rows<T, 1>(a, p, row, scratch);

@@ -35,7 +35,8 @@ struct Lanes {
         constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
         return {_mm256_round_ps(a.lo, nearest), _mm256_round_ps(a.hi, nearest)};
     }
-    static Lanes exp_scale(const Lanes &p, const Lanes &n) { return {exp_scale(p.lo, n.lo), exp_scale(p.hi, n.hi)}; }
+    static Lanes exp_scale(const Lanes &x, const Lanes &p, const Lanes &n) { return zero_below(x, set(-126.0f), {exp_scale(p.lo, n.lo), exp_scale(p.hi, n.hi)}); }
+    static Lanes div(const Lanes &a, const Lanes &b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
     static Lanes zero_below(const Lanes &x, const Lanes &limit, const Lanes &y) {
         return {_mm256_and_ps(_mm256_cmp_ps(x.lo, limit.lo, _CMP_NLE_UQ), y.lo), _mm256_and_ps(_mm256_cmp_ps(x.hi, limit.hi, _CMP_NLE_UQ), y.hi)};
     }
@@ -104,8 +105,10 @@ inline uint16_t to_half(float x) { return static_cast<uint16_t>(_cvtss_sh(x, _MM
 
 struct IntegerDots {
     static constexpr int64_t kCodes = 2;
+    static constexpr int64_t beside(int) { return 0; }  // codes of weights take the place of the weights
     static constexpr auto pack = [](const Lanes &x, void *to) { Lanes::to_int16(x, to); };
     static void starts_of(const float *, int64_t rows, int64_t, int32_t *starts) { std::fill_n(starts, rows, 0); }  // what sums of packed queries begin with
+    static IntegerDots from(int32_t) { return {}; }
     static auto key(const int8_t *p) { return load(p); }
     static auto value(const int8_t *p, int64_t) { return load(p); }
     struct Columns {
@@ -123,7 +126,7 @@ struct IntegerDots {
             : [lo] "+x"(lo), [hi] "+x"(hi), [a] "=&x"(a), [b] "=&x"(b)
             : [cl] "x"(c.lo), [ch] "x"(c.hi), [x] "m"(pair));
     }
-    Lanes get(int32_t = 0) const { return {_mm256_cvtepi32_ps(lo), _mm256_cvtepi32_ps(hi)}; }
+    Lanes get() const { return {_mm256_cvtepi32_ps(lo), _mm256_cvtepi32_ps(hi)}; }
 };
 
 using KeyDots = IntegerDots;
@@ -135,6 +138,7 @@ struct Bf16Dots {
         __m256i lo, hi;
     };
     __m256 lo = _mm256_setzero_ps(), hi = lo;
+    static Bf16Dots from(int32_t) { return {}; }
     static Columns key(const Bf16 *p) {
         const auto *pairs = reinterpret_cast<const __m256i *>(p);
         return {_mm256_loadu_si256(pairs), _mm256_loadu_si256(pairs + 1)};
@@ -147,8 +151,12 @@ struct Bf16Dots {
         lo = _mm256_fmadd_ps(first(both), first(c.lo), _mm256_fmadd_ps(second(both), second(c.lo), lo));
         hi = _mm256_fmadd_ps(first(both), first(c.hi), _mm256_fmadd_ps(second(both), second(c.hi), hi));
     }
-    Lanes get(int32_t = 0) const { return {lo, hi}; }
+    Lanes get() const { return {lo, hi}; }
 };
+
+inline void put_every_second(const int8_t *codes, int64_t count, int8_t *to, int64_t odd) {
+    for (int64_t i = 0; i < count; ++i) to[2 * i + odd] = codes[i];
+}
 
 constexpr int kSums = 6;
 

@@ -18,7 +18,8 @@ inline uint16_t to_half(float x) { return static_cast<uint16_t>(_cvtss_sh(x, _MM
 struct KeyDots {
     using Columns = __m512i;
     static constexpr int64_t kCodes = 4;
-    __m512i v = _mm512_setzero_si512();
+    __m512i v;
+    static KeyDots from(int32_t start) { return {_mm512_set1_epi32(start)}; }
     static constexpr auto pack = [](const Lanes &x, void *to) { Lanes::to_bytes(x, to); };
     // What sums of packed queries begin with
     static void starts_of(const float *queries, int64_t rows, int64_t d, int32_t *starts) {
@@ -34,19 +35,39 @@ struct KeyDots {
     }
     static Columns key(const int8_t *p) { return _mm512_xor_si512(fours(_mm512_loadu_si512(p)), _mm512_set1_epi8(static_cast<char>(0x80))); }
     void add(Columns c, const float &four) { asm("vpdpbusd %1%{1to16%}, %2, %0" : "+v"(v) : "m"(four), "v"(c)); }
-    Lanes get(int32_t start) const { return {_mm512_cvtepi32_ps(_mm512_add_epi32(v, _mm512_set1_epi32(start)))}; }
+    Lanes get() const { return {_mm512_cvtepi32_ps(v)}; }
 };
 
 struct ValueDots {
     using Columns = __m512i;
     static constexpr int64_t kCodes = 4;
+    static constexpr int64_t beside(int rows) { return (rows + 3) / 4 * 4; }
     __m512i v = _mm512_setzero_si512();
-    static constexpr auto pack = [](const Lanes &x, void *to) { Lanes::to_bytes(x, to); };
+    // Numbers [R][stride] from 0 to 255 when multiplied with `by` -> [16 tiles / kCodes][beside(R)]: rows side by side, four of which one instruction packs
+    template <int R>
+    static void pack(const float *x, int64_t stride, const float *by, int64_t tiles, float *to) {
+        constexpr int64_t wide = beside(R);
+        for (int r = 0; r < R; r += 4)
+            for (int64_t i = 0; i < tiles; ++i) {
+                __m512i row[4];
+#pragma GCC unroll 4
+                for (int n = 0; n < 4; ++n) row[n] = r + n < R ? _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + (r + n) * stride + i * 16), _mm512_set1_ps(by[r + n]))) : _mm512_setzero_si512();
+                const __m512i bytes = _mm512_packus_epi16(_mm512_packs_epi32(row[0], row[1]), _mm512_packs_epi32(row[2], row[3]));
+                float *four = to + i * 4 * wide + r;
+                _mm_storeu_si128(reinterpret_cast<__m128i *>(four), _mm512_castsi512_si128(bytes));
+                _mm_storeu_si128(reinterpret_cast<__m128i *>(four + wide), _mm512_extracti32x4_epi32(bytes, 1));
+                _mm_storeu_si128(reinterpret_cast<__m128i *>(four + 2 * wide), _mm512_extracti32x4_epi32(bytes, 2));
+                _mm_storeu_si128(reinterpret_cast<__m128i *>(four + 3 * wide), _mm512_extracti32x4_epi32(bytes, 3));
+            }
+    }
     static Columns value(const int8_t *p, int64_t next) {
         const auto load = [](const int8_t *pairs) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(pairs)); };
         return fours(_mm512_inserti64x4(_mm512_castsi256_si512(load(p)), load(p + next), 1));
     }
-    void add(Columns c, const float &four) { v = _mm512_dpbusd_epi32(v, _mm512_castps_si512(_mm512_set1_ps(four)), c); }
+    void add(Columns c, const float &four) {
+        __m512i all;  // one after the other: GCC would have 12 of them in registers, and sums in memory
+        asm("vpbroadcastd %2, %1\n\tvpdpbusd %3, %1, %0" : "+v"(v), "=&v"(all) : "m"(four), "v"(c));
+    }
     Lanes get() const { return {_mm512_cvtepi32_ps(v)}; }
 };
 
@@ -54,11 +75,22 @@ struct Bf16Dots {
     using Columns = __m512bh;
     static constexpr int64_t kCodes = 2;
     __m512 v = _mm512_setzero_ps();
+    static Bf16Dots from(int32_t) { return {}; }
     static Columns key(const Bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
     static Columns value(const Bf16 *p, int64_t) { return key(p); }
     void add(Columns c, const float &pair) { asm("vdpbf16ps %1%{1to16%}, %2, %0" : "+v"(v) : "m"(pair), "v"(c)); }
-    Lanes get(int32_t = 0) const { return {v}; }
+    Lanes get() const { return {v}; }
 };
+
+inline void put_every_second(const int8_t *codes, int64_t count, int8_t *to, int64_t odd) {
+    const __mmask64 here = odd ? 0xAAAAAAAAAAAAAAAA : 0x5555555555555555;
+    int64_t i = 0;
+    for (; i + 32 <= count; i += 32) {
+        const __m512i words = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes + i)));
+        _mm512_mask_storeu_epi8(to + 2 * i, here, odd ? _mm512_slli_epi16(words, 8) : words);
+    }
+    for (; i < count; ++i) to[2 * i + odd] = codes[i];
+}
 
 constexpr int kSums = 12;
 

@@ -35,8 +35,10 @@ struct Lanes {
     static Lanes max_or_nan(const Lanes &a, const Lanes &b) { return each([&](int i) { return __builtin_bit_cast(uint32_t, a.v[i]) > __builtin_bit_cast(uint32_t, b.v[i]) ? a.v[i] : b.v[i]; }); }
     Lanes magnitude() const { return each([&](int i) { return std::fabs(v[i]); }); }
     static Lanes round(const Lanes &a) { return each([&](int i) { return std::nearbyint(a.v[i]); }); }
-    static Lanes exp_scale(const Lanes &p, const Lanes &n) {
+    static Lanes div(const Lanes &a, const Lanes &b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
+    static Lanes exp_scale(const Lanes &x, const Lanes &p, const Lanes &n) {
         return each([&](int i) {
+            if (x.v[i] <= -126.0f) return 0.0f;
             uint32_t bits;
             std::memcpy(&bits, &p.v[i], 4);
             bits += static_cast<uint32_t>(nearest(n.v[i])) << 23;
@@ -97,8 +99,10 @@ struct Pair {
 
 struct IntegerDots {
     static constexpr int64_t kCodes = 2;
+    static constexpr int64_t beside(int) { return 0; }  // codes of weights take the place of the weights
     static constexpr auto pack = [](const Lanes &x, void *to) { Lanes::to_int16(x, to); };
     static void starts_of(const float *, int64_t rows, int64_t, int32_t *starts) { std::fill_n(starts, rows, 0); }  // what sums of packed queries begin with
+    static IntegerDots from(int32_t) { return {}; }
     static auto key(const int8_t *p) { return load(p); }
     static auto value(const int8_t *p, int64_t) { return load(p); }
     using Columns = const int8_t *;
@@ -108,7 +112,7 @@ struct IntegerDots {
         const auto x = __builtin_bit_cast(Pair<int16_t>, pair);
         for (int i = 0; i < 16; ++i) v[i] += x.first * c[2 * i] + x.second * c[2 * i + 1];
     }
-    Lanes get(int32_t = 0) const {
+    Lanes get() const {
         return Lanes::each([&](int i) { return static_cast<float>(v[i]); });
     }
 };
@@ -120,6 +124,7 @@ struct Bf16Dots {
     static constexpr int64_t kCodes = 2;
     using Columns = const Bf16 *;
     float v[16] = {};
+    static Bf16Dots from(int32_t) { return {}; }
     static Columns key(const Bf16 *p) { return p; }
     static Columns value(const Bf16 *p, int64_t) { return p; }
     static float wide(Bf16 x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x.bits) << 16); }
@@ -127,8 +132,12 @@ struct Bf16Dots {
         const auto x = __builtin_bit_cast(Pair<Bf16>, pair);
         for (int i = 0; i < 16; ++i) v[i] = __builtin_fmaf(wide(x.first), wide(c[2 * i]), __builtin_fmaf(wide(x.second), wide(c[2 * i + 1]), v[i]));
     }
-    Lanes get(int32_t = 0) const { return Lanes::load(v); }
+    Lanes get() const { return Lanes::load(v); }
 };
+
+inline void put_every_second(const int8_t *codes, int64_t count, int8_t *to, int64_t odd) {
+    for (int64_t i = 0; i < count; ++i) to[2 * i + odd] = codes[i];
+}
 
 constexpr int kSums = 6;
 

@@ -92,10 +92,10 @@ struct AttentionPiece {
 
 constexpr int64_t kLongestIntegerHead = 512;  // dimensions of a head in int8
 constexpr int64_t kSpan = 64;                // positions of a cache in int8 whose weights are rounded together
-constexpr int kQueryRows = 6;  // query rows (positions x heads of a group) that share each key that is read
+constexpr int kQueryRows = 6, kMostQueryRows = 12;  // query rows (positions x heads of a group) that share each key that is read; at most
 
 inline int64_t attention_scratch_floats(const Attention &a, int64_t longest_context) {
-    return kQueryRows * ((longest_context + 15) / 16 * 16 + 2 * a.cache.head_dim + longest_context / kSpan + 18);
+    return kMostQueryRows * ((longest_context + 15) / 16 * 20 + 2 * a.cache.head_dim + longest_context / kSpan + 18);
 }
 
 struct LayerFunctions {

@@ -239,7 +239,7 @@ using KeySums = Dots<T, KeyDots>;
 template <typename T>
 using ValueSums = Dots<T, ValueDots>;
 
-// Rows of weights that lie side by side, four codes each; 0: rows lie one after the other
+// Rows of queries and weights that lie side by side, four codes each; 0: rows of queries interleaved, those of weights one after the other
 template <typename T, int R>
 constexpr int64_t kBeside = 0;
 template <int R>
@@ -271,13 +271,13 @@ inline void interleave(const float *rows, int64_t stride, int64_t count, float *
 // score_rows for N tiles of 16 keys, the first of them k
 template <typename T, int R, int N>
 inline void score_tiles(const Attention &a, const float *query, const int32_t *starts, const int64_t *position, const Rows<T> (&at)[N], int64_t k, float *scores, int64_t stride) {
-    constexpr int64_t codes = KeySums<T>::kCodes;
+    constexpr int64_t codes = KeySums<T>::kCodes, wide = kBeside<T, R> ? kBeside<T, R> : R;
     KeySums<T> sums[N][R];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n)
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) sums[n][r] = KeySums<T>::from(starts[r]);
-    for (int64_t i = 0; i < a.cache.head_dim; i += codes, query += R)
+    for (int64_t i = 0; i < a.cache.head_dim; i += codes, query += wide)
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
             const auto columns = KeySums<T>::key(at[n].keys + i * 16);
@@ -419,17 +419,38 @@ const float *soften(const Attention &a, const AttentionPiece &p, const int64_t *
     }
 }
 
+// Queries of R rows, row r's at x[r] -> side by side, their units, and what sums begin with. Units are not 0: of zeros, too, what is hidden, -infinity times that, is to stay so.
+template <typename Sums, int R>
+inline void take_codes(const float *const *x, int64_t d, float *room, float *query, float *unit, int32_t *starts) {
+    const float *row[R];
+    Lanes magnitude[R];
+    float largest[kLanes] = {}, inverse[kLanes], units[kLanes];
+    for (int r = 0; r < R; ++r) {
+        row[r] = x[r];
+        if (d % kLanes) {  // whole tiles, zeros at the end
+            row[r] = std::copy_n(x[r], d, room) - d;
+            room = std::fill_n(room + d, whole_tiles(d) - d, 0.0f);
+        }
+        magnitude[r] = magnitudes(x[r], d);
+    }
+    Lanes::largest_or_nan(magnitude, R, largest);
+    units_of(largest, 127.0f, inverse, units);
+    for (int r = 0; r < R; ++r) unit[r] = units[r] == 0.0f ? 1.0f : units[r];
+    Sums::template pack<R>([&](int r) { return row[r]; }, inverse, whole_tiles(d) / kLanes, query, starts);
+}
+
 // R rows: row numbers count positions of the piece, and within each the heads of the group
 template <typename T, int R>
 void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float *scratch) {
     const int64_t d = a.cache.head_dim, group = a.heads / a.cache.kv_heads;
     const auto query_of = [&](int64_t r) { return a.qkv + (p.query + r / group) * a.row_stride() + (p.kv_head * group + r % group) * d; };
-    float *query = scratch, *interleaved = query + R * d, *units = interleaved + R * d, *out[R], unit[R], factor[R];
+    float *room = scratch, *query = room + kMostQueryRows * whole_tiles(d), *units = query + kMostQueryRows * whole_tiles(d), *out[R], unit[R], factor[R];
+    const float *x[R];
     int64_t position[R];
     int32_t starts[R] = {};
     for (int r = 0; r < R; ++r) {
         const int64_t token = p.query + (row + r) / group;
-        std::copy_n(query_of(row + r), d, query + r * d);
+        x[r] = query_of(row + r);
         position[r] = a.positions[token];
         out[r] = a.out + (token * a.heads + p.kv_head * group + (row + r) % group) * d;
     }
@@ -438,14 +459,16 @@ void attend_rows(const Attention &a, const AttentionPiece &p, int64_t row, float
     const int64_t last = position[R - 1] / 16 * 16, oldest = oldest_seen(a, position[0]);
     const int64_t first = oldest > 0 ? oldest / 16 * 16 : 0, stride = last - first + 16, codes = KeySums<T>::kCodes;
     float *scores = units + R * (stride / kSpan + 2);
-    if constexpr (std::is_same_v<T, int8_t>) {
-        query_codes<4 / KeyDots::kCodes, R>(query, R, d, KeyDots::pack, unit);
-        KeyDots::starts_of(query, R, d, starts);
+    if constexpr (kBeside<T, R> != 0) {
+        take_codes<KeySums<T>, R>(x, d, room, query, unit, starts);
     } else {
-        for (int r = 0; r < R; ++r) unit[r] = prepare(query + r * d, d, T{});
+        for (int r = 0; r < R; ++r) std::copy_n(x[r], d, room + r * d);
+        if constexpr (std::is_same_v<T, int8_t>) query_codes<4 / KeySums<T>::kCodes, R>(room, R, d, KeySums<T>::pack, unit);
+        else
+            for (int r = 0; r < R; ++r) unit[r] = prepare(room + r * d, d, T{});
+        interleave<R>(room, d, (d + codes - 1) / codes, query);
     }
-    interleave<R>(query, d, (d + codes - 1) / codes, interleaved);
-    score_rows<T, R>(a, p, interleaved, starts, position, first, last, row == 0, scores, stride);
+    score_rows<T, R>(a, p, query, starts, position, first, last, row == 0, scores, stride);
     const float *weights = soften<T, R>(a, p, position, unit, first, last, scores, stride, units, factor);
     mix_values<T, R>(a, p, weights, stride, units, factor, first, last, out);
 }

@@ -107,7 +107,6 @@ struct IntegerDots {
     static constexpr int64_t kCodes = 2;
     static constexpr int64_t beside(int) { return 0; }  // codes of weights take the place of the weights
     static constexpr auto pack = [](const Lanes &x, void *to) { Lanes::to_int16(x, to); };
-    static void starts_of(const float *, int64_t rows, int64_t, int32_t *starts) { std::fill_n(starts, rows, 0); }  // what sums of packed queries begin with
     static IntegerDots from(int32_t) { return {}; }
     static auto key(const int8_t *p) { return load(p); }
     static auto value(const int8_t *p, int64_t) { return load(p); }

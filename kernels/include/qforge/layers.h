@@ -94,8 +94,10 @@ constexpr int64_t kLongestIntegerHead = 512;  // dimensions of a head in int8
 constexpr int64_t kSpan = 64;                // positions of a cache in int8 whose weights are rounded together
 constexpr int kQueryRows = 6, kMostQueryRows = 12;  // query rows (positions x heads of a group) that share each key that is read; at most
 
+inline int64_t whole_tiles(int64_t count) { return (count + 15) / 16 * 16; }
+
 inline int64_t attention_scratch_floats(const Attention &a, int64_t longest_context) {
-    return kMostQueryRows * ((longest_context + 15) / 16 * 20 + 2 * a.cache.head_dim + longest_context / kSpan + 18);
+    return kMostQueryRows * (whole_tiles(longest_context) / 4 * 5 + 2 * whole_tiles(a.cache.head_dim) + longest_context / kSpan + 18);
 }
 
 struct LayerFunctions {

@@ -104,7 +104,13 @@ def page(content: dict[str, Any], other: Other) -> str:
     of_load, theirs = content["load"], [v for r in content["rounds"] if (v := value(r["theirs"], "mixed.tokens_per_second")) is not None]
     goal = said(of_load["integer_rate"], of_load["multiplications"], of_load["outputs"], statistics.median(theirs) if theirs else None)
     rows = [line for name in ROWS if (line := row(name, content["rounds"], "theirs")) is not None]
-    return "\n".join(head + rows + [part for line in (goal, guesses(content["rounds"], other)) if line for part in ("", line)])
+    return "\n".join(head + rows + [part for line in (goal, quiet(content["rounds"], other), guesses(content["rounds"], other)) if line for part in ("", line)])
+
+
+def quiet(rounds: list[dict[str, dict[str, Any]]], other: Other) -> str:
+    """Each engine's best of all rounds: a busy host only ever takes speed away."""
+    ours, theirs = (max(r[who]["mixed"]["tokens_per_second"] for r in rounds) for who in ("ours", "theirs"))
+    return f"Each one's best of all rounds, nearest to a quiet machine: {ours:.0f} and {theirs:.0f} output tokens/s ({other.name}), {ours / theirs:.2f} times."
 
 
 def guesses(rounds: list[dict[str, dict[str, Any]]], other: Other) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import resource
 import signal
 import threading
@@ -13,17 +14,24 @@ from types import FrameType
 
 @contextlib.contextmanager
 def computing(seconds: float) -> Iterator[None]:
-    """TimeoutError where the block computes for longer: seconds of this process, so that a busy machine is not slow. Holds in the main thread, where signals are handled."""
+    """TimeoutError where the block computes for longer: seconds of this process, so that a busy machine is not slow. Holds in the main thread, where signals are handled.
+
+    Python drops what is raised within a finalizer or while garbage is collected, so it comes again after as long, and none is collected meanwhile.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGVTALRM, _stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    collects = gc.isenabled()
+    gc.disable()
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+        if collects:
+            gc.enable()
 
 
 @contextlib.contextmanager

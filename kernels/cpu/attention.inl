@@ -52,11 +52,14 @@ inline void to_codes(float *x, int64_t rows, int64_t d, const Pack &pack, float 
     }
 }
 
-// The same for queries, whose units are not 0: of zeros, too, what is hidden, -infinity times that, is to stay so
+// A query's unit is not 0: of zeros, too, what is hidden, -infinity times that, is to stay so
+inline float unit_of_query(float unit) { return unit == 0.0f ? 1.0f : unit; }
+
+// The same for queries
 template <int Bytes, int Most, typename Pack>
 inline void query_codes(float *queries, int64_t rows, int64_t d, const Pack &pack, float *units) {
     to_codes<Bytes, Most>(queries, rows, d, pack, units);
-    for (int64_t r = 0; r < rows; ++r) units[r] = units[r] == 0.0f ? 1.0f : units[r];
+    for (int64_t r = 0; r < rows; ++r) units[r] = unit_of_query(units[r]);
 }
 
 // Keys and queries [d] in int8 are turned alike before they are rounded, by a Hadamard matrix of d's power of two for each so many dimensions: outliers then spread over all of them (QuaRot, arXiv 2404.00456),
@@ -182,6 +185,7 @@ inline float score_scale(const Attention &a) { return a.scale * a.cache.key_scal
 template <int Stride, typename Put>
 inline void soften_codes(const Attention &a, const AttentionPiece &p, int64_t rows, const int64_t *position, const float *unit, int64_t first, int64_t last, float *scores, int64_t stride, float *units,
                          float *factor, const Put &put) {
+    static_assert(Stride <= kLanes);
     Softmax softmax[Stride];
     Lanes largest[Stride];
     for (int64_t r = 0; r < rows; ++r) softmax[r] = Softmax(scores + r * stride, last - first + 16, unit[r]);

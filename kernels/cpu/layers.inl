@@ -3,7 +3,7 @@
 //        magnitude, max_or_nan and largest_or_nan (of numbers from +0 up, or NaN, which then is the result), within(first, last, other) = only lanes [first, last] of it, exp_scale(x, p, n) = x <= -126 ? 0 : p 2^n for integral n,
 //        guess_reciprocal(x) = what kReciprocal less the bits of x stands for, round, zero_below(x, limit, y) = x <= limit ? 0 : y, to_bf16 and to_int16 (16 numbers, ties to even, into 32 bytes), to_bytes (-127 to 127, into 16). to_half(x): the nearest half, ties to even.
 // Also in the including file: kSums, how many sums over 16 columns registers hold; and, over 16 columns and as many codes of a row as a float holds (see Fmas for the interface):
-// KeyDots and ValueDots of int8, exact, whose codes their pack() makes, in ValueDots of beside(rows) rows side by side where that is not 0; put_every_second; Bf16Dots: in fp32, the second product is added first, then the first (as AVX512-BF16 does).
+// KeyDots and ValueDots of int8, exact, whose codes their pack() makes: of one vector, or, where beside(rows) is not 0, of all rows, side by side; put_every_second; Bf16Dots: in fp32, the second product is added first, then the first (as AVX512-BF16 does).
 
 #include "attention.inl"
 
@@ -243,9 +243,9 @@ using ValueSums = Dots<T, ValueDots>;
 template <typename T, int R>
 constexpr int64_t kBeside = 0;
 template <int R>
-constexpr int64_t kBeside<int8_t, R> = ValueDots::beside(R);
+constexpr int64_t kBeside<int8_t, R> = ValueDots::beside(R);  // and KeyDots'
 
-// Queries or weights [count] in place, but for int8's, as sums take them; returns what the sums are to be multiplied by.
+// Queries or weights [count] of floats in place as sums take them (int8's are made otherwise); returns what the sums are to be multiplied by.
 template <typename T>
 inline float prepare(float *, int64_t, T) {
     return 1.0f;
@@ -299,7 +299,7 @@ inline void score_tiles(const Attention &a, const float *query, const int32_t *s
             }
 }
 
-// scores [R][stride] of the keys [first, last + 16) for R prepared query rows, interleaved, in units of theirs; what a row may not see becomes -infinity
+// scores [R][stride] of the keys [first, last + 16) for R prepared query rows, interleaved or side by side, in units of theirs; what a row may not see becomes -infinity
 template <typename T, int R>
 [[gnu::noinline]] void score_rows(const Attention &a, const AttentionPiece &p, const float *query, const int32_t *starts, const int64_t *position, int64_t first, int64_t last, bool cold, float *scores,
                 int64_t stride) {
@@ -365,7 +365,7 @@ inline void mix_columns(const Attention &a, const AttentionPiece &p, const float
             for (int r = 0; r < R; ++r) put(total[m][r], sums[m][r].get(), Lanes::set(units[r]));
         units += R;
     };
-    span([](Lanes &to, const Lanes &sum, const Lanes &unit) { to = Lanes::mul(sum, unit); });
+    span([](Lanes &to, const Lanes &sum, const Lanes &unit) { to = Lanes::fma(sum, unit, Lanes::set(0.0f)); });  // never -0, which hidden positions of a later tile would make +0
     while (k <= last) span([](Lanes &to, const Lanes &sum, const Lanes &unit) { to = Lanes::fma(sum, unit, to); });
 #pragma GCC unroll 4
     for (int m = 0; m < N; ++m, i += 16)
@@ -419,9 +419,10 @@ const float *soften(const Attention &a, const AttentionPiece &p, const int64_t *
     }
 }
 
-// Queries of R rows, row r's at x[r] -> side by side, their units, and what sums begin with. Units are not 0: of zeros, too, what is hidden, -infinity times that, is to stay so.
+// Queries of R rows, row r's at x[r] -> side by side, their units, and what sums begin with
 template <typename Sums, int R>
 inline void take_codes(const float *const *x, int64_t d, float *room, float *query, float *unit, int32_t *starts) {
+    static_assert(R <= kLanes);
     const float *row[R];
     Lanes magnitude[R];
     float largest[kLanes] = {}, inverse[kLanes], units[kLanes];
@@ -435,7 +436,7 @@ inline void take_codes(const float *const *x, int64_t d, float *room, float *que
     }
     Lanes::largest_or_nan(magnitude, R, largest);
     units_of(largest, 127.0f, inverse, units);
-    for (int r = 0; r < R; ++r) unit[r] = units[r] == 0.0f ? 1.0f : units[r];
+    for (int r = 0; r < R; ++r) unit[r] = unit_of_query(units[r]);
     Sums::template pack<R>([&](int r) { return row[r]; }, inverse, whole_tiles(d) / kLanes, query, starts);
 }
 

@@ -243,7 +243,7 @@ using ValueSums = Dots<T, ValueDots>;
 template <typename T, int R>
 constexpr int64_t kBeside = 0;
 template <int R>
-constexpr int64_t kBeside<int8_t, R> = ValueDots::beside(R);  // and KeyDots'
+constexpr int64_t kBeside<int8_t, R> = ValueDots::beside(R);
 
 // Queries or weights [count] of floats in place as sums take them (int8's are made otherwise); returns what the sums are to be multiplied by.
 template <typename T>
@@ -422,7 +422,7 @@ const float *soften(const Attention &a, const AttentionPiece &p, const int64_t *
 // Queries of R rows, row r's at x[r] -> side by side, their units, and what sums begin with
 template <typename Sums, int R>
 inline void take_codes(const float *const *x, int64_t d, float *room, float *query, float *unit, int32_t *starts) {
-    static_assert(R <= kLanes);
+    static_assert(R <= kLanes && Sums::beside(R) == kBeside<int8_t, R>);
     const float *row[R];
     Lanes magnitude[R];
     float largest[kLanes] = {}, inverse[kLanes], units[kLanes];

@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "llama_cpp"))
 from load import mixed
+from served import Engine
 
 from qforge.export.inspection import inspect
 from qforge.ops.native_module import instruction_sets
@@ -100,7 +101,18 @@ def one_round(args: argparse.Namespace, ggufs: list[Path], folder: Path) -> Roun
             if importlib.util.find_spec("xllamacpp") is not None and (asked["mixed"] or (not has_api and request["repeats"])):
                 found = work(Path(sys.executable), "server.py", asked | {"repeats": 0 if has_api else request["repeats"]}, folder) | found
             theirs = best_of(theirs, found | {"from": {name: f"{weights_of(gguf)}, {threads} threads" for name in FIGURES if name in found}})
-    return {"ours": work(Path(sys.executable), "ours.py", request, folder), "llama.cpp": theirs}
+    return {"ours": ours(request, folder), "llama.cpp": theirs}
+
+
+def ours(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Ours once: of each figure the best of all repeats."""
+    repeats = range(request["repeats"])
+    with Engine(Path(sys.executable), "ours.py", request, folder) as engine:
+        found = engine.about | {name: max(engine.ask(word)[name] for _ in repeats) for word, name in (("single", "prefill"), ("short", "decode")) if repeats}
+        if request["mixed"]:
+            loads = [engine.ask("mixed") for _ in range(max(1, len(repeats)))]
+            found["mixed"] = {k: v for k, v in max(loads, key=lambda load: load["tokens_per_second"]).items() if k not in ("ends", "tokens")}
+    return found
 
 
 def weights_of(path: Path) -> str:

@@ -18,11 +18,13 @@ import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ceiling import integer_rate, multiplications, said
-from vs_llama_cpp import HERE, ROWS, mixed, row, told, value, weights_of, work
+from served import Engine
+from vs_llama_cpp import HERE, ROWS, Round, mixed, row, told, value, weights_of
 
 from qforge.ops.native_module import instruction_sets
 from qforge.runtime.bench import read_bandwidth
@@ -61,12 +63,14 @@ def main(other: Other = OPENVINO, doc: str | None = __doc__) -> int:
 
     before = rate()
     with tempfile.TemporaryDirectory() as folder:
-        rounds = [one_round(args, other, Path(folder)) for _ in range(args.rounds)]
+        rounds = in_turn(args, other, Path(folder))
+    least = without_steps(rounds)
     best_rate = max((r for r in (before, rate()) if r is not None), default=None)  # a host may be slow at either time
     content = {
         "command": told(other.benchmark), "activations": args.activations, "threads": args.threads, "weights": weights_of(args.model),
         "environment": environment() | {"instruction_set": first_set, "read_bandwidth": read_bandwidth(args.threads)}, "rounds": rounds,
         "load": {"multiplications": multiplications(args.model, requests), "outputs": sum(r["output"] for r in requests), "integer_rate": best_rate},
+        "least_steps": least,
     }  # fmt: skip
     text = page(content, other)
     print(text)
@@ -81,14 +85,43 @@ def load(model: Path) -> list[dict[str, Any]]:
     return mixed(32, json.loads((model / "config.json").read_text())["vocab_size"])
 
 
-def one_round(args: argparse.Namespace, other: Other, folder: Path) -> dict[str, dict[str, Any]]:
-    """Both engines once."""
+def in_turn(args: argparse.Namespace, other: Other, folder: Path) -> list[Round]:
+    """Both engines, each in one process for all rounds; what a round asks goes from one to the other, and who is first changes. A round before the first is not counted."""
     request = {
-        "model": str(args.model), "other": str(args.other), "activations": args.activations, "kv_cache": "int8", "threads": args.threads, "repeats": 2,
-        "single": {"prompt": [100 + i % 1000 for i in range(512)], "output": 1}, "short": {"prompt": [5, 6, 7], "output": 128},
-        "mixed": load(args.model), "lookup": True,
+        "model": str(args.model), "other": str(args.other), "activations": args.activations, "kv_cache": "int8", "threads": args.threads,
+        "single": {"prompt": [100 + i % 1000 for i in range(512)], "output": 1}, "short": {"prompt": [5, 6, 7], "output": 128}, "mixed": load(args.model),
     }  # fmt: skip
-    return {"theirs": work(args.python, other.script, request, folder), "ours": work(Path(sys.executable), "ours.py", request, folder)}
+    rounds: list[Round] = []
+    with Engine(Path(sys.executable), "ours.py", request, folder) as ours, Engine(args.python, other.script, request, folder) as theirs:
+        engines = [("ours", ours), ("theirs", theirs)]
+        for _ in range(args.rounds + 1):
+            answers: Round = {name: dict(engine.about) for name, engine in engines}
+            for word in ("single", "short", "mixed", "lookup"):
+                for name, engine in engines:
+                    if word in ("single", "short"):
+                        answers[name] |= engine.ask(word)
+                    elif word in engine.about["loads"]:
+                        answers[name][word] = engine.ask(word)
+            engines.reverse()
+            rounds.append(answers)
+    return rounds[1:]
+
+
+def without_steps(rounds: list[Round]) -> dict[str, float]:
+    """Output tokens/s of each engine if each step of the load had taken what it took at least, of all rounds (an engine whose steps differ from round to round has none).
+    Takes the steps and tokens out of `rounds`, and leaves how many continuations prompt lookup changes."""
+    found = {}
+    for who in rounds[0]:
+        loads = [r[who]["mixed"] for r in rounds]
+        steps = [[b - a for a, b in pairwise([0.0, *one["ends"]])] for one in loads]
+        if len({len(s) for s in steps}) == 1:
+            found[who] = sum(map(len, loads[0]["tokens"])) / sum(map(min, zip(*steps, strict=True)))
+        for r in rounds:
+            if "lookup" in r[who]:
+                r[who]["changed"] = sum(a != b for a, b in zip(r[who]["mixed"]["tokens"], r[who]["lookup"]["tokens"], strict=True))
+            for word in r[who]["loads"]:
+                del r[who][word]["ends"], r[who][word]["tokens"]
+    return found
 
 
 def page(content: dict[str, Any], other: Other) -> str:
@@ -104,16 +137,20 @@ def page(content: dict[str, Any], other: Other) -> str:
     of_load, theirs = content["load"], [v for r in content["rounds"] if (v := value(r["theirs"], "mixed.tokens_per_second")) is not None]
     goal = said(of_load["integer_rate"], of_load["multiplications"], of_load["outputs"], statistics.median(theirs) if theirs else None)
     rows = [line for name in ROWS if (line := row(name, content["rounds"], "theirs")) is not None]
-    return "\n".join(head + rows + [part for line in (goal, quiet(content["rounds"], other), guesses(content["rounds"], other)) if line for part in ("", line)])
+    return "\n".join(head + rows + [part for line in (goal, quiet(content, other), guesses(content["rounds"], other)) if line for part in ("", line)])
 
 
-def quiet(rounds: list[dict[str, dict[str, Any]]], other: Other) -> str:
+def quiet(content: dict[str, Any], other: Other) -> str:
     """Each engine's best of all rounds: a busy host only ever takes speed away."""
-    ours, theirs = (max(r[who]["mixed"]["tokens_per_second"] for r in rounds) for who in ("ours", "theirs"))
-    return f"Each one's best of all rounds, nearest to a quiet machine: {ours:.0f} and {theirs:.0f} output tokens/s ({other.name}), {ours / theirs:.2f} times."
+    ours, theirs = (max(r[who]["mixed"]["tokens_per_second"] for r in content["rounds"]) for who in ("ours", "theirs"))
+    text = f"Each one's best of all rounds, nearest to a quiet machine: {ours:.0f} and {theirs:.0f} output tokens/s ({other.name}), {ours / theirs:.2f} times"
+    least = content["least_steps"]
+    if len(least) < 2:
+        return text + "."
+    return text + f"; were each step what it was at least: {least['ours']:.0f} and {least['theirs']:.0f}, {least['ours'] / least['theirs']:.2f} times."
 
 
-def guesses(rounds: list[dict[str, dict[str, Any]]], other: Other) -> str:
+def guesses(rounds: list[Round], other: Other) -> str:
     """What prompt lookup changes, and the load as each engine comes: ours guesses, others do not."""
     ratios = sorted(r["ours"]["lookup"]["tokens_per_second"] / r["theirs"]["mixed"]["tokens_per_second"] for r in rounds)
     changed = {name: rounds[0][who].get("changed") for name, who in (("qforge's", "ours"), (f"{other.name}'s", "theirs"))}

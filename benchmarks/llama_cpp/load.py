@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,17 +34,17 @@ def best(runs: Iterable[Timeline]) -> dict[str, float]:
     return max(map(summary, runs), key=lambda s: s["tokens_per_second"])
 
 
-def looked_up(plain: tuple[Timeline, list[list[int]]], runs: list[tuple[Timeline, list[list[int]]]]) -> dict[str, Any]:
-    """The load with prompt lookup, and how many of its continuations that changed."""
-    return {"lookup": best(came for came, _ in runs), "changed": sum(a != b for a, b in zip(plain[1], runs[0][1], strict=True))}
+def serve(about: dict[str, Any], run: Callable[[list[dict[str, Any]], bool], tuple[Timeline, list[list[int]]]], request: dict[str, Any]) -> None:
+    """Print what an engine is, then answer each line of stdin, until there is none, by a line of what was asked for: one of the keys below.
 
-
-def figures(run: Callable[[list[dict[str, Any]]], Timeline], request: dict[str, Any]) -> dict[str, Any]:
-    """What a batching engine is timed by, the best of several times each: `run` gives it requests at once."""
-    repeats = range(request["repeats"])
-    single, short = ([run([request[name]])[0] for _ in repeats] for name in ("single", "short"))
-    return {
-        "prefill": max(len(request["single"]["prompt"]) / t[0] for t in single),
-        "decode": max((len(t) - 1) / (t[-1] - t[0]) for t in short),
-        "mixed": best(run(request["mixed"]) for _ in repeats),
-    }
+    `run` gives it requests at once, with prompt lookup or without, and returns when tokens came, and the tokens. `ends` are the ends of steps that chose tokens, in seconds.
+    """
+    print("\n" + json.dumps(about), flush=True)
+    for line in sys.stdin:
+        asked = line.strip()
+        came, tokens = run(request["mixed"] if asked in ("mixed", "lookup") else [request[asked]], asked == "lookup")
+        ends = sorted({t for one in came for t in one})
+        found: dict[str, Any] = {"single": lambda t: {"prefill": len(request["single"]["prompt"]) / t[0]}, "short": lambda t: {"decode": (len(t) - 1) / (t[-1] - t[0])}}.get(
+            asked, lambda _: summary(came) | {"ends": ends, "tokens": tokens}
+        )(came[0])
+        print("\n" + json.dumps(found), flush=True)

@@ -1,4 +1,4 @@
-"""Times OpenVINO GenAI's continuous batching: a request file in, JSON out (the last line). See benchmarks/vs_openvino.py for what is timed; needs openvino-genai and numpy."""
+"""Times OpenVINO GenAI's continuous batching: a request file, then words on stdin, JSON out for each. See benchmarks/vs_openvino.py for what is timed; needs openvino-genai and numpy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
-from load import Timeline, figures, looked_up
+from load import Timeline, serve
 
 LIMITS = {"INFERENCE_PRECISION_HINT": ov.Type.f32, "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} if os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2" else {}
-
-
 LOOKUP = {"num_assistant_tokens": 5, "max_ngram_size": 3}  # of 3 and 5 guesses, 5 were faster
 
 
@@ -27,7 +25,7 @@ def pipeline(folder: str, threads: int, *, lookup: bool = False) -> Any:
     return genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", how)
 
 
-def timed_steps(pipe: Any, requests: list[dict[str, Any]], *, lookup: bool = False) -> tuple[Timeline, list[list[int]]]:
+def timed_steps(pipe: Any, requests: list[dict[str, Any]], *, lookup: bool) -> tuple[Timeline, list[list[int]]]:
     """All requests at once; when each of their tokens came, and the tokens."""
     start = time.perf_counter()
     handles = []
@@ -54,16 +52,11 @@ def timed_steps(pipe: Any, requests: list[dict[str, Any]], *, lookup: bool = Fal
 def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as f:
         request = json.load(f)
-    pipe = pipeline(request["other"], request["threads"])
+    pipes = {lookup: pipeline(request["other"], request["threads"], lookup=lookup) for lookup in (False, True)}
     chosen = {name: LIMITS.get(name) or ov.Core().get_property("CPU", name) for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")}
     told = ", ".join(f"{name.lower()} {kind.get_type_name()}" for name, kind in chosen.items())
-    answer: dict[str, Any] = {"version": f"openvino-genai {genai.__version__}", "precisions": told}
-    answer |= figures(lambda requests: timed_steps(pipe, requests)[0], request)
-    plain = timed_steps(pipe, request["mixed"])
-    del pipe
-    pipe = pipeline(request["other"], request["threads"], lookup=True)
-    answer |= looked_up(plain, [timed_steps(pipe, request["mixed"], lookup=True) for _ in range(request["repeats"])])
-    print("\n" + json.dumps(answer), flush=True)
+    about = {"version": f"openvino-genai {genai.__version__}", "precisions": told, "loads": ["mixed", "lookup"]}
+    serve(about, lambda requests, lookup: timed_steps(pipes[lookup], requests, lookup=lookup), request)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Times qforge's runtime: a request file in, JSON out (the last line). See benchmarks/vs_llama_cpp.py for what is timed."""
+"""Times qforge's runtime: a request file, then words on stdin, JSON out for each. See benchmarks/vs_llama_cpp.py for what is timed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 import time
 from typing import Any
 
-from load import Timeline, best, looked_up
+from load import Timeline, serve
 
 from qforge import __version__
 from qforge.runtime import LLM, SamplingParams
 
 
-def timed_steps(llm: LLM, requests: list[dict[str, Any]], *, speculate: bool = False) -> tuple[Timeline, list[list[int]]]:
+def timed_steps(llm: LLM, requests: list[dict[str, Any]], *, speculate: bool) -> tuple[Timeline, list[list[int]]]:
     """All requests at once; when each of their tokens came, and the tokens."""
     engine = llm.engine(speculate=speculate)
     start = time.perf_counter()
@@ -34,17 +34,8 @@ def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as f:
         request = json.load(f)
     llm = LLM(request["model"], activations=request["activations"], threads=request["threads"], kv_cache=request["kv_cache"])
-    answer: dict[str, Any] = {"version": f"qforge {__version__}", "kernels": llm.kernels()}
-    single = [timed_steps(llm, [request["single"]])[0][0] for _ in range(request["repeats"])]
-    if single:
-        answer["prefill"] = max(len(request["single"]["prompt"]) / t[0] for t in single)
-        answer["decode"] = max((len(t) - 1) / (t[-1] - t[0]) for t in [timed_steps(llm, [request["short"]])[0][0] for _ in range(request["repeats"])])
-    if request["mixed"]:
-        plain = [timed_steps(llm, request["mixed"]) for _ in range(max(1, request["repeats"]))]
-        answer["mixed"] = best(came for came, _ in plain)
-        if request.get("lookup"):
-            answer |= looked_up(plain[0], [timed_steps(llm, request["mixed"], speculate=True) for _ in plain])
-    print("\n" + json.dumps(answer), flush=True)
+    about = {"version": f"qforge {__version__}", "kernels": llm.kernels(), "loads": ["mixed", "lookup"]}
+    serve(about, lambda requests, lookup: timed_steps(llm, requests, speculate=lookup), request)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 
 #include "qforge/half.h"
 
@@ -61,13 +62,53 @@ void each_value(const Weight &w, int64_t column, const Put &put) {
     }
 }
 
+// Sequences [first, end) of a step, as a step of their own
+struct Share {
+    std::vector<int32_t> query_starts;
+    std::vector<int64_t> wanted;
+    Step step;
+    int64_t first_wanted;  // of the whole step's
+
+    Share(const Step &s, int64_t first, int64_t end) {
+        const int32_t row = s.query_starts[first], row_end = s.query_starts[end];
+        for (int64_t i = first; i <= end; ++i) query_starts.push_back(s.query_starts[i] - row);
+        const int64_t *from = std::lower_bound(s.wanted, s.wanted + s.num_wanted, row), *upto = std::lower_bound(from, s.wanted + s.num_wanted, row_end);
+        for (const int64_t *w = from; w != upto; ++w) wanted.push_back(*w - row);
+        first_wanted = from - s.wanted;
+        step = {s.tokens + row, s.positions + row, s.slots + row, s.block_tables + first * s.table_stride, query_starts.data(), wanted.data(), row_end - row, end - first, s.table_stride, upto - from};
+    }
+    Share(const Share &) = delete;
+};
+
 }  // namespace
 
-Decoder::Decoder(Context &context, const DecoderShape &shape, const Embedding &embedding, const float *norm, std::vector<Layer> layers, Product head)
-    : context_(context), shape_(shape), embedding_(embedding), norm_(norm), layers_(std::move(layers)), head_(std::move(head)) {
+struct Decoder::Alone {
+    Context context;
+    Decoder decoder;
+    explicit Alone(const Decoder &of) : context(1, of.context_.isa()), decoder(context, of.shape_, of.embedding_, of.norm_, of.layers_, of.head_, of.far_) {}
+};
+
+Decoder::~Decoder() = default;
+
+Decoder::Decoder(Context &context, const DecoderShape &shape, const Embedding &embedding, const float *norm, std::vector<Layer> layers, Product head, double far)
+    : context_(context), shape_(shape), embedding_(embedding), norm_(norm), layers_(std::move(layers)), head_(std::move(head)), far_(far) {
     widest_ = 2 * shape.intermediate;
     for (const Layer &layer : layers_) widest_ = std::max(widest_, columns(layer.qkv));
     candidates_.resize(static_cast<size_t>(context.threads()));
+    bool all_here = context.threads() > 1;
+    const auto look = [&](const Product &product) {
+        for (const Part &part : product) all_here = all_here && !part.elsewhere;
+    };
+    for (const Layer &layer : layers_)
+        for (const Product *p : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) look(*p);
+    look(head_);
+    if (all_here)
+        for (int t = 0; t < context.threads(); ++t) alone_.push_back(std::make_unique<Alone>(*this));
+}
+
+void Decoder::set_ropes(std::vector<RopeTables> ropes) {
+    ropes_ = std::move(ropes);
+    for (const auto &a : alone_) a->decoder.set_ropes(ropes_);
 }
 
 void Decoder::reserve(int64_t rows) {
@@ -167,7 +208,49 @@ void Decoder::bring(const Layer &layer, const Layer &next, const Step &step) {
     if (products) context_.bring(attention_of(next, step), step.query_starts, step.sequences, products);
 }
 
+// Where cores have no cache in common, what each computes of every row has to travel to the other between any two products, which takes longer than reading all weights once for each
+// core (SmolLM2, two chiplets of a Zen 4, 160 ns from one to the other: XXX). So where the exchange of a line takes long right now (a host may move its guests' cores), each thread computes
+// sequences of its own from the embedding to the logits. The more threads, the more rows each needs for weights that all of them read.
+bool Decoder::apart(const Step &step, float *logits) {
+    constexpr int64_t kMostOfSequence = 16;  // a token and guesses, no prompt
+    const int64_t count = static_cast<int64_t>(alone_.size()), least = std::max<int64_t>(kFewRows, 2 * count);
+    if (count == 0 || step.rows < least * count) return false;
+    for (int64_t s = 0; s < step.sequences; ++s)
+        if (step.query_starts[s + 1] - step.query_starts[s] > kMostOfSequence) return false;
+    std::vector<int64_t> cuts{0};  // of sequences: each thread has the rows that bring all to its share
+    for (int64_t t = 1; t <= count; ++t) {
+        int64_t s = cuts.back();
+        while (s < step.sequences && step.query_starts[s + 1] * count <= step.rows * t) ++s;
+        cuts.push_back(s);
+        if ((step.query_starts[s] - step.query_starts[cuts[cuts.size() - 2]]) * count * 8 > step.rows * 9) return false;
+    }
+    if (exchange_ <= far_) return false;
+    std::vector<std::exception_ptr> failed(static_cast<size_t>(count));  // by want of memory
+    context_.tasks(count, [&](int64_t task, int) {
+        const auto t = static_cast<size_t>(task);
+        try {
+            const Share share(step, cuts[t], cuts[t + 1]);
+            if (share.step.rows) alone_[t]->decoder.together(share.step, logits + share.first_wanted * shape_.vocabulary);
+        } catch (...) {
+            failed[t] = std::current_exception();
+        }
+    });
+    for (const std::exception_ptr &f : failed)
+        if (f) std::rethrow_exception(f);
+    return true;
+}
+
 void Decoder::logits(const Step &step, float *logits) {
+    constexpr int kMisses = 8;  // a thread that was done long before the others sleeps; one that never comes has no core, and whoever has one should take all its work
+    const auto turn = context_.turn();
+    if (!apart(step, logits)) together(step, logits);
+    if (alone_.empty() || step.sequences == 1) return;
+    const double now = context_.exchange();  // here all are awake, as they are not when a step begins
+    missed_ = now > 0 ? 0 : missed_ + 1;
+    if (now > 0 || missed_ >= kMisses) exchange_ = now;
+}
+
+void Decoder::together(const Step &step, float *logits) {
     struct Turn {
         Context &context;
         std::unique_lock<std::recursive_mutex> held = context.turn();

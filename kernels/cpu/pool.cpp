@@ -2,6 +2,7 @@
 #include "qforge/pool.h"
 
 #include <algorithm>
+#include <chrono>
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
@@ -29,7 +30,7 @@ uint64_t share(uint64_t count, size_t part, size_t parts) { return count * part 
 
 }  // namespace
 
-Pool::Pool(int threads) : parts_(static_cast<size_t>(threads)) {
+Pool::Pool(int threads) : parts_(static_cast<size_t>(threads)), meetings_(static_cast<size_t>(threads)) {
     for (int t = 1; t < threads; ++t) workers_.emplace_back([this, t] { work(t); });
 }
 
@@ -110,6 +111,36 @@ void Pool::run_at_once(int count, Task task, void *context) {
         else
             std::this_thread::yield();
     }
+}
+
+double Pool::exchange() {
+    constexpr uint64_t kTimes = 8;
+    constexpr int kPatience = 1000;  // spins, some 10 us: longer than the hand-over of a job, shorter than what a thread that has no core takes to get one
+    struct Job {
+        Pool *pool;
+        uint64_t before;
+        std::atomic<bool> missed{false};
+        double nanoseconds = 0;
+    } job{this, meetings_[0].times.load()};
+    const auto meet = [](void *context, int task, int) {
+        auto &j = *static_cast<Job *>(context);
+        std::vector<Meeting> &all = j.pool->meetings_;
+        std::chrono::steady_clock::time_point start;
+        for (uint64_t i = 0; i <= kTimes; ++i) {  // the first time is for all to come
+            if (i == 1) start = std::chrono::steady_clock::now();
+            all[static_cast<size_t>(task)].times.store(j.before + i + 1, std::memory_order_release);
+            for (const Meeting &other : all)
+                for (int spins = 0; other.times.load(std::memory_order_acquire) < j.before + i + 1; ++spins) {
+                    if (spins == kPatience) j.missed.store(true, std::memory_order_relaxed);
+                    if (j.missed.load(std::memory_order_relaxed)) return;
+                    QFORGE_PAUSE();
+                }
+        }
+        if (task == 0) j.nanoseconds = std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - start).count() / kTimes;
+    };
+    if (threads() > 1) run(threads(), meet, &job);
+    for (Meeting &m : meetings_) m.times.store(job.before + kTimes + 1, std::memory_order_relaxed);  // of who gave up
+    return job.nanoseconds;
 }
 
 void Pool::work(int thread) {

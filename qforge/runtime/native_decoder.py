@@ -21,6 +21,7 @@ from qforge.runtime.step import StepInput
 if TYPE_CHECKING:
     import torch
 
+FAR_NS = 190.0  # threads that need more to see what each other wrote have no cache in common: each computes sequences of its own (decoder.cpp, apart)
 # `Sampling` of kernels/include/qforge/sampler.h
 _SAMPLING = np.dtype([("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8"), ("seed", "u8"), ("position", "i8")])
 
@@ -50,7 +51,7 @@ class NativeDecoder:
         activation = {"silu": native.Activation.SILU, "gelu_pytorch_tanh": native.Activation.GELU_TANH}[spec.hidden_act]
         self._decoder = native.Decoder(
             context(threads), spec.hidden_size, spec.intermediate_size, spec.vocab_size, spec.norm_eps, activation, self._embedding(), address(model.norm), layers,
-            self._product(model.head),
+            self._product(model.head), FAR_NS,
         )  # fmt: skip
         self._reach = 0
 

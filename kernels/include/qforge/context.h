@@ -74,6 +74,7 @@ class Context {
     // A number that changes with every word, its place, and the count: tells a damaged file from a whole one, not from a forged one
     uint64_t checksum(const uint64_t *words, int64_t count);
     int threads() const { return pool_.threads(); }
+    double exchange() { return pool_.exchange(); }
     const std::string &isa() const { return isa_; }
     WeightSum weight_sum() const { return weight_sum_; }
 
@@ -109,7 +110,6 @@ class Context {
             },
             &job);
     }
-    int64_t pieces_of_task(const Attention &attention, int64_t sequences, int64_t queries) const;  // of attention
     template <typename F>
     void round_rows(int64_t rows, const Weight &weight, const Rows &before, const F &round);
     template <typename F>
@@ -149,7 +149,7 @@ class Context {
         Scratch memory_;
         int64_t bytes_ = 0;
     };
-    BlocksRoom blocks_[2];  // of a product, and of the one after it
+    BlocksRoom blocks_[2];  // of a product, and of what is made of its gates: rows as wide lie where the same thread had them
     Bf16Room bf16_rows_[2];
     std::vector<Scratch> scratch_;
     int64_t scratch_bytes_ = 0;

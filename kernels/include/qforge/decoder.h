@@ -66,13 +66,16 @@ struct Step {
 
 class Decoder {
   public:
-    Decoder(Context &context, const DecoderShape &shape, const Embedding &embedding, const float *norm, std::vector<Layer> layers, Product head);
+    Decoder(Context &context, const DecoderShape &shape, const Embedding &embedding, const float *norm, std::vector<Layer> layers, Product head, double far);  // far: nanoseconds, see apart()
+    ~Decoder();
 
-    void set_ropes(std::vector<RopeTables> ropes) { ropes_ = std::move(ropes); }
+    void set_ropes(std::vector<RopeTables> ropes);
     void logits(const Step &step, float *logits);                               // [L][vocabulary]
     void choose(const Step &step, const Sampling *sampling, int64_t *chosen);  // [L]; sampling null: greedy
 
   private:
+    bool apart(const Step &step, float *logits);  // whether each thread has computed sequences of its own
+    void together(const Step &step, float *logits);
     void embed(const int64_t *tokens, int64_t rows);
     void product(const Product &product, const float *x, int64_t rows, float *y, const Context::Rows &before = {});
     void mlp(const Layer &layer, int64_t rows, const Context::Rows &before);
@@ -88,10 +91,14 @@ class Decoder {
     std::vector<Layer> layers_;
     Product head_;
     std::vector<RopeTables> ropes_;
+    double far_, exchange_ = 0;  // nanoseconds that make an exchange between threads long, and that it took after the last step
+    int missed_ = 0;
     int64_t reserved_ = 0, widest_ = 0;
     Scratch x_, next_, branch_, wide_, narrow_, gathered_, logits_;
     int64_t logit_rows_ = 0;
     std::vector<std::vector<Candidate>> candidates_;
+    struct Alone;  // a decoder of the same layers that has one thread
+    std::vector<std::unique_ptr<Alone>> alone_;  // for each thread, or none
 };
 
 }  // namespace qforge

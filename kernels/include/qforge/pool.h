@@ -21,12 +21,18 @@ class Pool {
     // Calls task(context, i, thread) once for every i in [0, count) and returns when all are done. One caller at a time.
     void run(int count, Task task, void *context);
     int threads() const { return static_cast<int>(workers_.size()) + 1; }
+    // Nanoseconds until each thread has seen what each wrote, the mean of a few times; 0 where a thread does not come within a moment, or there is but one. It takes a microsecond or two.
+    double exchange();
 
   private:
     // What one thread writes lies in one line: each that travels costs as much as a small task.
     struct alignas(64) Part {
         std::atomic<uint64_t> tasks{0};     // epoch << 40 | first task << 20 | end; of the job before: nobody has taken any yet
         std::atomic<uint64_t> finished{0};  // tasks, ever
+    };
+
+    struct alignas(64) Meeting {
+        std::atomic<uint64_t> times{0};  // that this thread has come, ever
     };
 
     void work(int thread);
@@ -36,6 +42,7 @@ class Pool {
 
     std::vector<std::thread> workers_;
     std::vector<Part> parts_;              // one a thread
+    std::vector<Meeting> meetings_;        // one a thread
     alignas(64) std::atomic<uint64_t> job_{0};  // epoch << 20 | tasks; what idle threads watch
     Task task_ = nullptr;
     void *context_ = nullptr;

@@ -68,11 +68,12 @@ void bind_decoder(nb::module_ &m) {
         .def(
             "__init__",
             [](Decoder *self, Context &context, int64_t width, int64_t intermediate, int64_t vocabulary, float norm_eps, Activation activation, const Embedding &embedding,
-               uintptr_t norm, std::vector<Layer> layers, Product head, double far) {
-                new (self) Decoder(context, {width, intermediate, vocabulary, norm_eps, activation}, embedding, pointer<const float>(norm), std::move(layers), std::move(head), far);
+               uintptr_t norm, std::vector<Layer> layers, Product head, double far_ns) {
+                new (self) Decoder(context, {width, intermediate, vocabulary, norm_eps, activation}, embedding, pointer<const float>(norm), std::move(layers), std::move(head), far_ns);
             },
             nb::arg("context"), nb::arg("width"), nb::arg("intermediate"), nb::arg("vocabulary"), nb::arg("norm_eps"), nb::arg("activation"), nb::arg("embedding"),
-            nb::arg("norm"), nb::arg("layers"), nb::arg("head"), nb::arg("far"), nb::keep_alive<1, 2>())
+            nb::arg("norm"), nb::arg("layers"), nb::arg("head"), nb::arg("far_ns"), nb::keep_alive<1, 2>())
+        .def_prop_ro("steps_apart", &Decoder::steps_apart)
         .def(
             "set_ropes",
             [](Decoder &self, const std::vector<std::pair<uintptr_t, uintptr_t>> &tables) {

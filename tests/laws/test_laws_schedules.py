@@ -6,6 +6,7 @@ import random
 import sys
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "runtime"))
 from runtime_models import model, prompts, quantized
 
 from qforge.models.model import Model
-from qforge.runtime import LLM
+from qforge.runtime import LLM, native_decoder
 from qforge.runtime import sequence as seq
 from qforge.runtime.blocks import BlockPool
 from qforge.runtime.scheduler import Guess, Scheduler
@@ -35,9 +36,10 @@ def opened(name: str) -> Model:
 
 
 @cache
-def runtime(name: str, threads: int, block_size: int, kv_cache: str) -> LLM:
+def runtime(name: str, threads: int, block_size: int, kv_cache: str, far_ns: float = native_decoder.FAR_NS) -> LLM:
     model_name, _, activations = name.partition(" as ")
-    return LLM(opened(model_name), activations=activations or "fp", threads=threads, block_size=block_size, num_blocks=BLOCKS, kv_cache=kv_cache)
+    with mock.patch.object(native_decoder, "FAR_NS", far_ns):
+        return LLM(opened(model_name), activations=activations or "fp", threads=threads, block_size=block_size, num_blocks=BLOCKS, kv_cache=kv_cache)
 
 
 def logits_of(llm: LLM, block_size: int, who: list[int], rng: random.Random | None, guess: Guess | None = None) -> dict[int, torch.Tensor]:
@@ -80,6 +82,7 @@ def alone(name: str, kv_cache: str, i: int) -> torch.Tensor:
 def check(name: str, number: int) -> None:
     rng = random.Random(number)
     threads, block_size, kv_cache = rng.choice([1, 2, 3]), rng.choice([16, 32]), rng.choice(["fp32", "fp16", "bf16", "int8", "fp8"])
+    far_ns = rng.choice([-1.0, native_decoder.FAR_NS])  # -1: threads compute sequences of their own wherever there are enough
     who = rng.sample(range(len(GIVEN)), rng.randint(1, len(GIVEN)))
     comes = {i: alone(name, kv_cache, i).argmax(-1).tolist() for i in who}
 
@@ -88,7 +91,7 @@ def check(name: str, number: int) -> None:
         next_ones = comes[sequence.id][len(sequence.tokens) - sequence.num_prompt :]
         return [t if rng.random() < 0.75 else t - 1 if t else 1 for t in next_ones[: min(most, rng.randint(0, 3))]]
 
-    for i, rows in logits_of(runtime(name, threads, block_size, kv_cache), block_size, who, rng, guess).items():
+    for i, rows in logits_of(runtime(name, threads, block_size, kv_cache, far_ns), block_size, who, rng, guess).items():
         assert torch.equal(rows, alone(name, kv_cache, i)), f"sequence {i} of schedule {number}"
 
 

@@ -1,4 +1,4 @@
-// Jobs of random sizes, one after the other, on a pool of 2 to 8 threads: each task runs once, and a job ends when all of its tasks did.   pool_check FIRST_SEED COUNT
+// Jobs of random sizes, one after the other, on a pool of 2 to 8 threads: each task runs once, and a job ends when all of its tasks did; exchanges between them.   pool_check FIRST_SEED COUNT
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -45,6 +45,13 @@ bool same(unsigned seed) {
     for (int number = 0; number < 400; ++number) {
         const int count = static_cast<int>(random() % (number % 8 ? 40 : 400));
         if (number % 100 == 99) std::this_thread::sleep_for(std::chrono::milliseconds(2));  // until threads sleep
+        if (number % 10 == 7) {
+            const double took = pool.exchange();
+            if (took < 0 || took > 1e9) {
+                std::printf("seed %u, %d threads, job %d: an exchange of %g ns\n", seed, pool.threads(), number, took);
+                return false;
+            }
+        }
         if (!once(pool, seed, number, count, random() % 16 || count == 0 ? -1 : static_cast<int>(random() % static_cast<unsigned>(count)))) return false;
     }
     return seed > 0 || once(pool, seed, 400, (1 << 20) + 5, -1);  // more than fit one job

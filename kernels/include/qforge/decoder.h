@@ -66,12 +66,14 @@ struct Step {
 
 class Decoder {
   public:
-    Decoder(Context &context, const DecoderShape &shape, const Embedding &embedding, const float *norm, std::vector<Layer> layers, Product head, double far);  // far: nanoseconds, see apart()
+    Decoder(Context &context, const DecoderShape &shape, const Embedding &embedding, const float *norm, std::vector<Layer> layers, Product head, double far_ns);  // far_ns: an exchange that takes longer has threads compute apart
     ~Decoder();
 
     void set_ropes(std::vector<RopeTables> ropes);
     void logits(const Step &step, float *logits);                               // [L][vocabulary]
     void choose(const Step &step, const Sampling *sampling, int64_t *chosen);  // [L]; sampling null: greedy
+
+    int64_t steps_apart() const { return steps_apart_; }  // in which each thread computed sequences of its own
 
   private:
     bool apart(const Step &step, float *logits);  // whether each thread has computed sequences of its own
@@ -91,14 +93,15 @@ class Decoder {
     std::vector<Layer> layers_;
     Product head_;
     std::vector<RopeTables> ropes_;
-    double far_, exchange_ = 0;  // nanoseconds that make an exchange between threads long, and that it took after the last step
-    int missed_ = 0;
     int64_t reserved_ = 0, widest_ = 0;
     Scratch x_, next_, branch_, wide_, narrow_, gathered_, logits_;
     int64_t logit_rows_ = 0;
     std::vector<std::vector<Candidate>> candidates_;
     struct Alone;  // a decoder of the same layers that has one thread
     std::vector<std::unique_ptr<Alone>> alone_;  // for each thread, or none
+    double far_ns_, exchange_ = 0;               // exchange_: nanoseconds that one took after the last step
+    int missed_ = 0;                             // steps after which a thread did not come to it
+    int64_t steps_apart_ = 0;
 };
 
 }  // namespace qforge

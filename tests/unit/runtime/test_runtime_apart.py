@@ -1,0 +1,89 @@
+"""Threads that are far from each other compute sequences of their own: the same bits, and when they do."""
+
+from __future__ import annotations
+
+import time
+from unittest import mock
+
+import numpy as np
+import pytest
+from runtime_models import model, prompts, quantized
+
+from qforge.models.model import Model
+from qforge.ops.native_module import instruction_sets, module
+from qforge.runtime import LLM, SamplingParams, native_decoder
+from qforge.runtime.native_decoder import NativeDecoder
+from qforge.runtime.step import StepInput
+
+BLOCK, REACH = 16, 4  # blocks of a sequence
+
+
+def runtime(of: Model, threads: int, far_ns: float, kv_cache: str = "int8") -> LLM:
+    with mock.patch.object(native_decoder, "FAR_NS", far_ns):
+        return LLM(of, activations="int8" if of.schemes else "fp", threads=threads, kv_cache=kv_cache, num_blocks=32 * REACH)
+
+
+def steps_apart(llm: LLM) -> int:
+    assert isinstance(llm.runner, NativeDecoder)
+    return int(llm.runner._decoder.steps_apart)
+
+
+def step(seed: int, rows_of: list[int], wanted: list[int]) -> StepInput:
+    """A step of sequences that have so many rows each, from random positions on (blocks before are as the cache has them: zeros)."""
+    rng = np.random.default_rng(seed)
+    starts = np.concatenate([[0], np.cumsum(rows_of)]).astype(np.int32)
+    tables = rng.permutation(32 * REACH)[: len(rows_of) * REACH].reshape(-1, REACH).astype(np.int32)
+    positions = np.concatenate([rng.integers(0, BLOCK * REACH - n + 1) + np.arange(n) for n in rows_of]).astype(np.int64)
+    slots = np.concatenate([tables[s][positions[a:b] // BLOCK] * BLOCK + positions[a:b] % BLOCK for s, (a, b) in enumerate(zip(starts, starts[1:], strict=False))]).astype(np.int64)
+    lens = (positions[starts[1:] - 1] + 1).astype(np.int32)
+    tokens = rng.integers(0, 100, len(positions)).astype(np.int64)
+    return StepInput(tokens=tokens, positions=positions, slot_mapping=slots, block_tables=tables, context_lens=lens, query_starts=starts, logit_indices=np.array(wanted, np.int64))
+
+
+CASES: dict[str, tuple[int, list[int], bool]] = {  # threads, rows of sequences, whether threads have enough of their own
+    "one row each": (2, [1] * 8, True),
+    "an odd number": (2, [1] * 13, True),
+    "guesses": (2, [3, 1, 9, 1, 1, 4, 2, 9, 1, 1, 1], True),
+    "three threads": (3, [1, 2, 1, 1, 3, 1, 1, 2, 1, 1, 1, 1, 2, 1, 1, 1, 1, 1, 1], True),
+    "too few rows": (2, [1] * 7, False),
+    "too few rows for three": (3, [1] * 17, False),
+    "a prompt": (2, [17, *[1] * 17], False),
+    "one sequence has most of the rows": (2, [9, 1, 1, 1], False),
+}
+
+
+@pytest.mark.parametrize("kv_cache", ["int8", "fp32"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "int4"])
+@pytest.mark.parametrize("case", CASES)
+def test_bits_are_those_of_all_threads_together(case: str, name: str, kv_cache: str) -> None:
+    threads, rows_of, enough = CASES[case]
+    of = quantized("llama", lambda _: "int4-g32-asym", head="int8-g32-sym")[0] if name == "int4" else model(name)
+    together, apart = (runtime(of, threads, far_ns, kv_cache) for far_ns in (1e9, -1.0))
+    for seed in range(3):
+        wanted = sorted(np.random.default_rng(seed).choice(sum(rows_of), size=max(1, sum(rows_of) - seed * 3), replace=False).tolist())
+        given = step(seed, rows_of, wanted)
+        expected, found = together.runner.step(given), apart.runner.step(given)
+        assert found.isfinite().all()
+        assert (found == expected).all()
+    assert (steps_apart(together), steps_apart(apart)) == (0, 3 if enough else 0)
+
+
+def test_tokens_are_the_same_and_a_sequence_alone_has_all_threads() -> None:
+    of, given = model("llama"), prompts(12, 20, seed=3)
+    together, apart = (runtime(of, 2, far_ns) for far_ns in (1e9, -1.0))
+    params = SamplingParams(max_tokens=8, temperature=0.7, seed=1, ignore_eos=True)
+    assert [o.token_ids for o in apart.generate(given, params)] == [o.token_ids for o in together.generate(given, params)]
+    assert steps_apart(apart) > 0
+    before = steps_apart(apart)
+    apart.generate(given[:1], params)
+    assert steps_apart(apart) == before
+
+
+def test_an_exchange_takes_nanoseconds_and_one_thread_has_none() -> None:
+    native = module()
+    one, two = (native.Context(threads, instruction_sets()[-1]) for threads in (1, 2))
+    assert one.exchange() == 0
+    end = time.monotonic() + 20
+    while (took := two.exchange()) == 0 and time.monotonic() < end:
+        pass  # the other thread has no core at this moment
+    assert 1 < took < 1e5

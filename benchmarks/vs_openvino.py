@@ -1,4 +1,5 @@
-"""qforge's runtime beside OpenVINO GenAI's continuous batching, the strongest CPU server of others: the load of vs_llama_cpp.py, both in turn, in processes of their own.
+"""qforge's runtime beside OpenVINO GenAI's continuous batching, the strongest CPU server of others: the load of vs_llama_cpp.py, both in turn, in processes of their own,
+of which the one that waits is stopped.
 
     python -m venv DIR && DIR/bin/pip install torch openvino-genai optimum-intel nncf && DIR/bin/pip uninstall torchvision
     DIR/bin/optimum-cli export openvino -m MODEL --task text-generation-with-past --weight-format int4 --group-size 64 --sym --ratio 1.0 IR

@@ -35,16 +35,19 @@ def best(runs: Iterable[Timeline]) -> dict[str, float]:
 
 
 def serve(about: dict[str, Any], run: Callable[[list[dict[str, Any]], bool], tuple[Timeline, list[list[int]]]], request: dict[str, Any]) -> None:
-    """Print what an engine is, then answer each line of stdin, until there is none, by a line of what was asked for: one of the keys below.
+    """Print what an engine is, then a line for each word on stdin: `single` and `short` of `request` by themselves, its `mixed` requests at once, or these with prompt `lookup`.
 
-    `run` gives it requests at once, with prompt lookup or without, and returns when tokens came, and the tokens. `ends` are the ends of steps that chose tokens, in seconds.
+    `run` takes requests that come at once, and whether to look up, and returns when tokens came, and the tokens. `ends`: of steps that chose tokens, seconds from the start.
     """
     print("\n" + json.dumps(about), flush=True)
     for line in sys.stdin:
         asked = line.strip()
         came, tokens = run(request["mixed"] if asked in ("mixed", "lookup") else [request[asked]], asked == "lookup")
-        ends = sorted({t for one in came for t in one})
-        found: dict[str, Any] = {"single": lambda t: {"prefill": len(request["single"]["prompt"]) / t[0]}, "short": lambda t: {"decode": (len(t) - 1) / (t[-1] - t[0])}}.get(
-            asked, lambda _: summary(came) | {"ends": ends, "tokens": tokens}
-        )(came[0])
+        first = came[0]
+        if asked == "single":
+            found: dict[str, Any] = {"prefill": len(request["single"]["prompt"]) / first[0]}
+        elif asked == "short":
+            found = {"decode": (len(first) - 1) / (first[-1] - first[0])}
+        else:
+            found = summary(came) | {"ends": sorted({t for one in came for t in one}), "tokens": tokens}
         print("\n" + json.dumps(found), flush=True)

@@ -1,4 +1,4 @@
-"""Times OpenVINO GenAI's continuous batching: a request file, then words on stdin, JSON out for each. See benchmarks/vs_openvino.py for what is timed; needs openvino-genai and numpy."""
+"""Times OpenVINO GenAI's continuous batching: a request file, then words on stdin, JSON out for each. See benchmarks/vs_openvino.py; needs openvino-genai and numpy."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ from qforge.runtime.step import StepInput
 if TYPE_CHECKING:
     import torch
 
-FAR_NS = 190.0  # threads that need more to see what each other wrote have no cache in common (a Zen 4: 60 to 90 in one, 240 to 330): each computes sequences of its own (decoder.cpp, apart)
+# Threads that take longer to see what each other wrote have no cache in common (a Zen 4: 60 to 90 in one, 240 to 330): each computes sequences of its own (decoder.cpp, apart)
+FAR_NS = 190.0
 # `Sampling` of kernels/include/qforge/sampler.h
 _SAMPLING = np.dtype([("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8"), ("seed", "u8"), ("position", "i8")])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from unittest import mock
 
 import numpy as np
@@ -34,7 +35,7 @@ def step(seed: int, rows_of: list[int], wanted: list[int]) -> StepInput:
     starts = np.concatenate([[0], np.cumsum(rows_of)]).astype(np.int32)
     tables = rng.permutation(32 * REACH)[: len(rows_of) * REACH].reshape(-1, REACH).astype(np.int32)
     positions = np.concatenate([rng.integers(0, BLOCK * REACH - n + 1) + np.arange(n) for n in rows_of]).astype(np.int64)
-    slots = np.concatenate([tables[s][positions[a:b] // BLOCK] * BLOCK + positions[a:b] % BLOCK for s, (a, b) in enumerate(zip(starts, starts[1:], strict=False))]).astype(np.int64)
+    slots = np.concatenate([tables[s][positions[a:b] // BLOCK] * BLOCK + positions[a:b] % BLOCK for s, (a, b) in enumerate(pairwise(starts))]).astype(np.int64)
     lens = (positions[starts[1:] - 1] + 1).astype(np.int32)
     tokens = rng.integers(0, 100, len(positions)).astype(np.int64)
     return StepInput(tokens=tokens, positions=positions, slot_mapping=slots, block_tables=tables, context_lens=lens, query_starts=starts, logit_indices=np.array(wanted, np.int64))

@@ -350,13 +350,54 @@ Context::Rows Context::rows_of(const GateRows &g) const {
 
 void Context::bring(const Attention &a, const int32_t *query_starts, int64_t sequences, int64_t products) {
     const auto held = turn();
-    const int64_t rows = query_starts[sequences];
+    const AttentionTasks all = attention_tasks(a, query_starts, sequences, nullptr, 0);
+    const auto count = static_cast<int64_t>(all.starts.size()) - 1;
     for (int64_t t = 0, sequence = 0; t < threads(); ++t) {
-        const int64_t first = sequence, end = rows * (t + 1) / threads();  // about what Pool::run gives it of attention's tasks
-        for (; sequence < sequences && query_starts[sequence + 1] <= end; ++sequence) {}
+        const int64_t first = sequence, end = count * (t + 1) / threads();  // as Pool::run shares tasks
+        const auto at = all.starts[static_cast<size_t>(end)];
+        sequence = at == all.pieces.size() ? sequences : all.pieces[at].sequence;
         cache_ahead_[static_cast<size_t>(t)] = {a, query_starts, first, sequence, products / threads()};
     }
 }
+
+// Heads of the same rows, and tasks of about as many rows, lie side by side: a thread then begins with rows that it makes and reads in products, too (two chiplets: prompts 4 % faster).
+Context::AttentionTasks Context::attention_tasks(const Attention &a, const int32_t *query_starts, int64_t sequences, const int64_t *wanted, int64_t num_wanted) const {
+    AttentionTasks found;
+    const int64_t queries = queries_of_piece(a), together = std::max<int64_t>(1, std::min<int64_t>(queries / a.cache.kv_heads, query_starts[sequences] / (16 * threads())));
+    int64_t singles = 0;  // sequences' only queries in the last task
+    for (int64_t s = 0, w = 0; s < sequences; ++s) {
+        const int64_t first = query_starts[s], end = query_starts[s + 1];
+        if (stored_by_task(a, sequences, end - first)) {
+            if (singles++ % together == 0) found.starts.push_back(found.pieces.size());
+            for (int64_t h = 0; h < a.cache.kv_heads; ++h) found.pieces.push_back({first, end, s, h});
+            continue;
+        }
+        singles = 0;
+        const auto add = [&](int64_t from, int64_t upto) {
+            for (int64_t q = from; q < upto; q += queries)
+                for (int64_t h = 0; h < a.cache.kv_heads; ++h) {
+                    found.starts.push_back(found.pieces.size());
+                    found.pieces.push_back({q, std::min(q + queries, upto), s, h});
+                }
+        };
+        if (!wanted) {
+            add(first, end);
+            continue;
+        }
+        for (; w < num_wanted && wanted[w] < first; ++w) {}
+        while (w < num_wanted && wanted[w] < end) {
+            const int64_t from = wanted[w++];
+            int64_t upto = from + 1;
+            for (; w < num_wanted && wanted[w] == upto && upto < end; ++w) ++upto;
+            add(from, upto);
+        }
+    }
+    found.starts.push_back(found.pieces.size());
+    return found;
+}
+
+// What one thread reads of a block lies together, so one task has all heads of a sequence's only query where there are tasks enough, and stores what it brings.
+bool Context::stored_by_task(const Attention &a, int64_t sequences, int64_t queries) const { return queries == 1 && (sequences >= 4 * threads() || a.cache.kv_heads == 1); }
 
 void Context::bring_nothing() {
     const auto held = turn();
@@ -371,55 +412,21 @@ void Context::attention(const Attention &a, const int32_t *query_starts, int64_t
         const int64_t last = query_starts[s + 1] - 1;
         if (last > query_starts[s] || a.positions[last] % 16 == 0) layers_->clear_after(a, last);  // a tile that an earlier step began is clear already, or holds this sequence's guesses that were wrong
     };
-    // What one thread reads of a block lies together, so one task has all heads of a sequence's only query where there are tasks enough, and stores what it brings.
-    const auto stored_by_task = [&](int64_t s) { return query_starts[s + 1] - query_starts[s] == 1 && (sequences >= 4 * threads() || a.cache.kv_heads == 1); };
+    const auto stored = [&](int64_t s) { return stored_by_task(a, sequences, query_starts[s + 1] - query_starts[s]); };
     for (int64_t s = 0; s < sequences;) {
         const int64_t first = query_starts[s];
-        for (; s < sequences && !stored_by_task(s); ++s) {}
+        for (; s < sequences && !stored(s); ++s) {}
         split_rows(query_starts[s] - first, worth_handing_over(a.row_stride()), [&](int64_t row, int64_t end) { store(first + row, first + end); });
-        for (; s < sequences && stored_by_task(s); ++s) {}
+        for (; s < sequences && stored(s); ++s) {}
     }
     for (int64_t s = 0; s < sequences; ++s)
-        if (!stored_by_task(s)) clear(s);
+        if (!stored(s)) clear(s);
     int64_t longest = 0;
     for (int64_t s = 0; s < sequences; ++s) longest = std::max(longest, a.positions[query_starts[s + 1] - 1] + 1);
     int64_t bytes = attention_scratch_floats(a, longest) * static_cast<int64_t>(sizeof(float));
     if (tiles_) bytes = std::max(bytes, tiles_->scratch_bytes(a, longest));
     grow_scratch(bytes);
-    const int64_t queries = queries_of_piece(a);
-    std::vector<AttentionPiece> pieces;
-    std::vector<size_t> starts;  // of tasks, in pieces
-    // Heads of the same rows, and tasks of about as many rows, lie side by side: a thread then begins with rows that it makes and reads in products, too (two chiplets: prompts 4 % faster).
-    const int64_t together = std::max<int64_t>(1, std::min<int64_t>(queries / a.cache.kv_heads, query_starts[sequences] / (16 * threads())));
-    int64_t singles = 0;  // sequences' only queries in the last task
-    for (int64_t s = 0, w = 0; s < sequences; ++s) {
-        const int64_t first = query_starts[s], end = query_starts[s + 1];
-        if (stored_by_task(s)) {
-            if (singles++ % together == 0) starts.push_back(pieces.size());
-            for (int64_t h = 0; h < a.cache.kv_heads; ++h) pieces.push_back({first, end, s, h});
-            continue;
-        }
-        singles = 0;
-        const auto add_pieces = [&](int64_t from, int64_t upto) {
-            for (int64_t q = from; q < upto; q += queries)
-                for (int64_t h = 0; h < a.cache.kv_heads; ++h) {
-                    starts.push_back(pieces.size());
-                    pieces.push_back({q, std::min(q + queries, upto), s, h});
-                }
-        };
-        if (!wanted) {
-            add_pieces(first, end);
-            continue;
-        }
-        for (; w < num_wanted && wanted[w] < first; ++w) {}
-        while (w < num_wanted && wanted[w] < end) {
-            const int64_t from = wanted[w++];
-            int64_t upto = from + 1;
-            for (; w < num_wanted && wanted[w] == upto && upto < end; ++w) ++upto;
-            add_pieces(from, upto);
-        }
-    }
-    starts.push_back(pieces.size());
+    const AttentionTasks all = attention_tasks(a, query_starts, sequences, wanted, num_wanted);
     const int64_t width = a.heads * a.cache.head_dim, of_piece = width / a.cache.kv_heads;
     const bool blocks = next && blockwise(*next);
     const RoundedBlocks rounded_blocks = blocks ? blocks_[0].of(*next, query_starts[sequences]) : RoundedBlocks();
@@ -429,10 +436,10 @@ void Context::attention(const Attention &a, const int32_t *query_starts, int64_t
         if (blocks) blockwise_->round_rows(*next, a.out + p.query * width + first, width, rounded_blocks, p.query, p.query_end, segment_at(*next, first), segment_at(*next, end));
         else bf16_->round_rows(*next, a.out, width, rounded_bf16, p.query, p.query_end, first / kStretch, end / kStretch);
     };
-    tasks(static_cast<int64_t>(starts.size()) - 1, [&](int64_t task, int thread) {
-        for (size_t at = starts[static_cast<size_t>(task)]; at < starts[static_cast<size_t>(task) + 1]; ++at) {
-            const AttentionPiece &piece = pieces[at];
-            if (piece.kv_head == 0 && stored_by_task(piece.sequence)) {
+    tasks(static_cast<int64_t>(all.starts.size()) - 1, [&](int64_t task, int thread) {
+        for (size_t at = all.starts[static_cast<size_t>(task)]; at < all.starts[static_cast<size_t>(task) + 1]; ++at) {
+            const AttentionPiece &piece = all.pieces[at];
+            if (piece.kv_head == 0 && stored(piece.sequence)) {
                 store(piece.query, piece.query_end);
                 clear(piece.sequence);
             }

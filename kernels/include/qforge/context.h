@@ -110,6 +110,12 @@ class Context {
             },
             &job);
     }
+    struct AttentionTasks {
+        std::vector<AttentionPiece> pieces;
+        std::vector<size_t> starts;  // of tasks, in pieces, and the end
+    };
+    AttentionTasks attention_tasks(const Attention &attention, const int32_t *query_starts, int64_t sequences, const int64_t *wanted, int64_t num_wanted) const;
+    bool stored_by_task(const Attention &attention, int64_t sequences, int64_t queries) const;
     template <typename F>
     void round_rows(int64_t rows, const Weight &weight, const Rows &before, const F &round);
     template <typename F>

@@ -118,7 +118,7 @@ def test_attention_over_scattered_blocks(heads: int, kv_heads: int, head_dim: in
     [
         ([int(n) for n in torch.arange(1, 171, 10)], [1] * 17, [0, 8]),  # tasks are sequences
         ([50, 16, 33], [1] * 3, [0, 1]),  # tasks are heads, the fourth of nine the second sequence's first
-        ([400, *range(20, 140)], [400, *[1] * 120], [0, 23]),  # of 195 tasks the prompt's are 75
+        ([100, *range(20, 140)], [100, *[1] * 120], [0, 6]),  # of 45 tasks the prompt's are 21, the others have five sequences each
         ([400, 30], [400, 1], [0, 0]),  # the second thread begins within the prompt
     ],
 )

@@ -87,7 +87,7 @@ def one_round(args: argparse.Namespace, ggufs: list[Path], folder: Path) -> Roun
     vocabulary = json.loads((args.model / "config.json").read_text())["vocab_size"]
     words = [100 + i % 1000 for i in range(512)]
     request = {
-        "model": str(args.model), "activations": args.activations, "kv_cache": "fp16", "threads": args.threads, "repeats": 0 if args.only == "mixed" else 2,
+        "model": str(args.model), "activations": args.activations, "kv_cache": "fp16", "threads": args.threads, "repeats": 0 if args.only == "mixed" else 2, "loads": 2,
         "single": {"prompt": words, "output": 1}, "short": {"prompt": [5, 6, 7], "output": 128}, "mixed": [] if args.only == "single" else mixed(32, vocabulary),
     }  # fmt: skip
     has_api = subprocess.run([str(args.llama_python), "-c", "import llama_cpp"], capture_output=True, check=False).returncode == 0
@@ -110,7 +110,7 @@ def ours(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     with Engine(Path(sys.executable), "ours.py", request, folder) as engine:
         found = engine.about | {name: max(engine.ask(word)[name] for _ in repeats) for word, name in (("single", "prefill"), ("short", "decode")) if repeats}
         if request["mixed"]:
-            loads = [engine.ask("mixed") for _ in range(max(1, len(repeats)))]
+            loads = [engine.ask("mixed") for _ in range(request["loads"])]
             found["mixed"] = {k: v for k, v in max(loads, key=lambda load: load["tokens_per_second"]).items() if k not in ("ends", "tokens")}
     return found
 

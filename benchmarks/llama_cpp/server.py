@@ -68,7 +68,7 @@ def main() -> None:
         del running
     if request["mixed"]:
         slots = server(request, len(request["mixed"]), 768)
-        answer["mixed"] = best(all_at_once(slots, request["mixed"]) for _ in range(max(1, request["repeats"])))
+        answer["mixed"] = best(all_at_once(slots, request["mixed"]) for _ in range(request["loads"]))
     print("\n" + json.dumps(answer), flush=True)
 
 

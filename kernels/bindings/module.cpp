@@ -81,7 +81,7 @@ NB_MODULE(_native, m) {
         .def(nb::init<int, const std::string &>(), nb::arg("threads"), nb::arg("isa"))
         .def_prop_ro("threads", &Context::threads)
         .def_prop_ro("isa", &Context::isa)
-        .def("exchange", &Context::exchange, nb::call_guard<nb::gil_scoped_release>(), "Nanoseconds until each thread has seen what each wrote; 0 where one does not come at once.")
+        .def("exchange", &Context::exchange, nb::call_guard<nb::gil_scoped_release>(), "Nanoseconds until threads have seen what each other wrote; 0 where one does not come at once.")
         .def(
             "linear",
             [](Context &self, const Weight &weight, uintptr_t x, int64_t rows, int64_t x_stride, uintptr_t y, int64_t y_stride) {

@@ -136,7 +136,7 @@ double Pool::exchange() {
                     QFORGE_PAUSE();
                 }
         }
-        if (task == 0) j.nanoseconds = std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - start).count() / kTimes;
+        if (task == 0) j.nanoseconds = std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - start).count() / kTimes * 2 / static_cast<double>(all.size());
     };
     if (threads() > 1) run(threads(), meet, &job);
     for (Meeting &m : meetings_) m.times.store(job.before + kTimes + 1, std::memory_order_relaxed);  // of who gave up

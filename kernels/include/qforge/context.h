@@ -74,7 +74,10 @@ class Context {
     // A number that changes with every word, its place, and the count: tells a damaged file from a whole one, not from a forged one
     uint64_t checksum(const uint64_t *words, int64_t count);
     int threads() const { return pool_.threads(); }
-    double exchange() { return pool_.exchange(); }
+    double exchange() {  // see Pool
+        const auto held = turn();
+        return pool_.exchange();
+    }
     const std::string &isa() const { return isa_; }
     WeightSum weight_sum() const { return weight_sum_; }
 

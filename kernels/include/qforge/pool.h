@@ -21,7 +21,8 @@ class Pool {
     // Calls task(context, i, thread) once for every i in [0, count) and returns when all are done. One caller at a time.
     void run(int count, Task task, void *context);
     int threads() const { return static_cast<int>(workers_.size()) + 1; }
-    // Nanoseconds until each thread has seen what each wrote, the mean of a few times; 0 where a thread does not come within a moment, or there is but one. It takes a microsecond or two.
+    // Nanoseconds until two threads have seen what each other wrote, the mean of a few times; of more threads, which wait for more, in proportion. 0 where a thread does not come within
+    // a moment, or there is but one. It takes some microseconds.
     double exchange();
 
   private:

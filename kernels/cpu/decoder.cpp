@@ -210,12 +210,11 @@ void Decoder::bring(const Layer &layer, const Layer &next, const Step &step) {
 
 // Where cores have no cache in common, what each computes of every row travels to the other between any two products, which takes longer than reading all weights once for each core
 // (SmolLM2 on two chiplets of a Zen 4: 8 sequences 6.15 -> 5.27 ms a step, steps of 16 to 32 1.84 -> 1.53 s of a load; on one chiplet 4.4 -> 4.8 ms and 1.43 -> 1.47 s). So where an exchange
-// takes long right now (a host moves its guests' cores), each thread computes sequences of its own from the embedding to the logits. The more threads, the more rows each needs for weights
-// that all of them read.
+// takes long right now (a host moves its guests' cores), each thread computes sequences of its own from the embedding to the logits.
 bool Decoder::apart(const Step &step, float *logits) {
     constexpr int64_t kMostOfSequence = 16;  // a token and guesses, no prompt
-    const int64_t count = static_cast<int64_t>(alone_.size()), least = std::max<int64_t>(kFewRows, 2 * count);
-    if (count == 0 || step.rows < least * count) return false;
+    if (exchange_ <= far_ns_ || !rows_for_all(step)) return false;
+    const auto count = static_cast<int64_t>(alone_.size());
     for (int64_t s = 0; s < step.sequences; ++s)
         if (step.query_starts[s + 1] - step.query_starts[s] > kMostOfSequence) return false;
     std::vector<int64_t> cuts{0};  // of sequences: each thread has the rows that bring all to its share
@@ -225,7 +224,6 @@ bool Decoder::apart(const Step &step, float *logits) {
         cuts.push_back(s);
         if ((step.query_starts[s] - step.query_starts[cuts[cuts.size() - 2]]) * count * 8 > step.rows * 9) return false;
     }
-    if (exchange_ <= far_ns_) return false;
     std::vector<std::exception_ptr> failed(static_cast<size_t>(count));  // by want of memory
     context_.tasks(count, [&](int64_t task, int) {
         const auto t = static_cast<size_t>(task);
@@ -242,11 +240,17 @@ bool Decoder::apart(const Step &step, float *logits) {
     return true;
 }
 
+// Whether each thread may have rows enough for weights that all of them read: the more threads, the more rows
+bool Decoder::rows_for_all(const Step &step) const {
+    const auto count = static_cast<int64_t>(alone_.size());
+    return count && step.rows >= count * std::max<int64_t>(kFewRows, 2 * count);
+}
+
 void Decoder::logits(const Step &step, float *logits) {
     constexpr int kMisses = 8;  // a thread that was done long before the others sleeps; one that never comes has no core, and whoever has one should take all its work
     const auto turn = context_.turn();
     if (!apart(step, logits)) together(step, logits);
-    if (alone_.empty() || step.sequences == 1) return;
+    if (step.sequences == 1 || !rows_for_all(step)) return;
     const double now = context_.exchange();  // here all are awake, as they are not when a step begins
     missed_ = now > 0 ? 0 : missed_ + 1;
     if (now > 0 || missed_ >= kMisses) exchange_ = now;

@@ -77,6 +77,7 @@ class Decoder {
 
   private:
     bool apart(const Step &step, float *logits);  // whether each thread has computed sequences of its own
+    bool rows_for_all(const Step &step) const;
     void together(const Step &step, float *logits);
     void embed(const int64_t *tokens, int64_t rows);
     void product(const Product &product, const float *x, int64_t rows, float *y, const Context::Rows &before = {});

@@ -2,6 +2,7 @@
 #include "qforge/decoder.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
@@ -210,10 +211,14 @@ void Decoder::bring(const Layer &layer, const Layer &next, const Step &step) {
 
 // Where cores have no cache in common, what each computes of every row travels to the other between any two products, which takes longer than reading all weights once for each core
 // (SmolLM2 on two chiplets of a Zen 4: 8 sequences 6.15 -> 5.27 ms a step, steps of 16 to 32 1.84 -> 1.53 s of a load; on one chiplet 4.4 -> 4.8 ms and 1.43 -> 1.47 s). So where an exchange
-// takes long right now (a host moves its guests' cores), each thread computes sequences of its own from the embedding to the logits.
+// takes long right now (a host moves its guests' cores), each thread computes sequences of its own from the embedding to the logits. Nobody can help a thread then whose core another process
+// has, too: after a step in which one took much longer than another, the next ones are computed together, where who has time takes tasks.
 bool Decoder::apart(const Step &step, float *logits) {
     constexpr int64_t kMostOfSequence = 16;  // a token and guesses, no prompt
+    constexpr int kTogether = 16;            // steps
+    constexpr double kUneven = 1.5;
     if (exchange_ <= far_ns_ || !rows_for_all(step)) return false;
+    if (together_ > 0 && far_ns_ >= 0) return --together_, false;
     const auto count = static_cast<int64_t>(alone_.size());
     for (int64_t s = 0; s < step.sequences; ++s)
         if (step.query_starts[s + 1] - step.query_starts[s] > kMostOfSequence) return false;
@@ -225,15 +230,20 @@ bool Decoder::apart(const Step &step, float *logits) {
         if ((step.query_starts[s] - step.query_starts[cuts[cuts.size() - 2]]) * count * 8 > step.rows * 9) return false;
     }
     std::vector<std::exception_ptr> failed(static_cast<size_t>(count));  // by want of memory
+    std::vector<double> seconds(static_cast<size_t>(count));
     context_.tasks(count, [&](int64_t task, int) {
         const auto t = static_cast<size_t>(task);
+        const auto start = std::chrono::steady_clock::now();
         try {
             const Share share(step, cuts[t], cuts[t + 1]);
             if (share.step.rows) alone_[t]->decoder.together(share.step, logits + share.first_wanted * shape_.vocabulary);
         } catch (...) {
             failed[t] = std::current_exception();
         }
+        seconds[t] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     });
+    const auto [least, most] = std::minmax_element(seconds.begin(), seconds.end());
+    if (*most > kUneven * *least) together_ = kTogether;
     for (const std::exception_ptr &f : failed)
         if (f) std::rethrow_exception(f);
     ++steps_apart_;

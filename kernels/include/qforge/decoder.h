@@ -66,7 +66,7 @@ struct Step {
 
 class Decoder {
   public:
-    Decoder(Context &context, const DecoderShape &shape, const Embedding &embedding, const float *norm, std::vector<Layer> layers, Product head, double far_ns);  // far_ns: an exchange that takes longer has threads compute apart
+    Decoder(Context &context, const DecoderShape &shape, const Embedding &embedding, const float *norm, std::vector<Layer> layers, Product head, double far_ns);  // far_ns: an exchange that takes longer has threads compute apart, less than 0 always
     ~Decoder();
 
     void set_ropes(std::vector<RopeTables> ropes);
@@ -101,7 +101,7 @@ class Decoder {
     struct Alone;  // a decoder of the same layers that has one thread
     std::vector<std::unique_ptr<Alone>> alone_;  // for each thread, or none
     double far_ns_, exchange_ = 0;               // exchange_: nanoseconds that one took after the last step
-    int missed_ = 0;                             // steps after which a thread did not come to it
+    int missed_ = 0, together_ = 0;              // steps after which a thread did not come to it; steps to come that are not apart
     int64_t steps_apart_ = 0;
 };
 

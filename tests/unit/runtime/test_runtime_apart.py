@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
@@ -114,6 +115,26 @@ def test_an_exchange_decides_and_a_thread_without_a_core_has_its_work_done_by_ot
     finally:
         for thread in threads:
             os.sched_setaffinity(thread, cores)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_after_an_uneven_step_threads_help_each_other() -> None:
+    """The second thread's sequences have a thousand times the keys of the first one's."""
+    with mock.patch.object(native_decoder, "FAR_NS", 0.0):
+        llm = LLM(model("llama"), threads=2, num_blocks=4 * 512 + 4, kv_cache="fp32")
+    given = step(0, [1] * 8, list(range(8)))
+    tables = np.zeros((8, 512), np.int32)
+    tables[:4, 0], tables[4:] = range(4), 4 + np.arange(4 * 512).reshape(4, 512)
+    positions = np.array([0] * 4 + [BLOCK * 512 - 1] * 4, np.int64)
+    slots = np.array([BLOCK * t[p // BLOCK] + p % BLOCK for t, p in zip(tables, positions, strict=True)], np.int64)
+    given = replace(given, positions=positions, slot_mapping=slots, block_tables=tables, context_lens=positions + 1)
+    counts = []
+    end = time.monotonic() + 20
+    while len(counts) < 40 and time.monotonic() < end:
+        llm.runner.step(given)
+        if counts or steps_apart(llm):
+            counts.append(steps_apart(llm))
+    assert counts[:17] == [1] * 17
 
 
 def test_an_exchange_takes_nanoseconds_and_one_thread_has_none() -> None:

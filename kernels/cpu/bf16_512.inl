@@ -23,7 +23,8 @@ struct Line {
         __builtin_prefetch(w.scales + at + ahead, 0, 2);
         if (F != Format::BOOK4) __builtin_prefetch(w.zeros + at + ahead, 0, 2);
         const __m512 read = _mm512_loadu_ps(w.scales + at);
-        scale[0] = _mm512_mask_mov_ps(read, _mm512_cmp_ps_mask(read, read, _CMP_UNORD_Q), _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000)));  // rounding carries into no sign
+        const __m512 number = _mm512_mask_mov_ps(read, _mm512_cmp_ps_mask(read, read, _CMP_UNORD_Q), _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000)));  // rounding carries into no sign
+        scale[0] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(_mm512_mul_ps(number, _mm512_set1_ps(kUp))), _mm512_set1_epi32(0x1000)), _mm512_set1_epi32(-0x2000)));
         if constexpr (F == Format::BOOK4) return;
         for (int i = 2; i >= 0; --i) {
             const __m512 more = _mm512_set1_ps(static_cast<float>(1 << 4 * (i + 1)));
@@ -60,11 +61,7 @@ class Codes {
     // Inputs `I` and `I` + 1
     template <int I>
     void pair(const __m512i (&chunk)[kVectors], const Line<F> &line, uint8_t *to) const {
-        _mm512_store_si512(to + I * 32, _mm512_mask_shuffle_epi8(rounded<I + 1>(chunk, line), 0x3333333333333333, rounded<I>(chunk, line), upper_words_));
-    }
-    template <int I>
-    __m512i rounded(const __m512i (&chunk)[kVectors], const Line<F> &line) const {
-        return _mm512_add_epi32(_mm512_castps_si512(value<I>(chunk, line)), half_);
+        _mm512_store_si512(to + I * 32, _mm512_mask_shuffle_epi8(_mm512_castps_si512(value<I + 1>(chunk, line)), 0x3333333333333333, _mm512_castps_si512(value<I>(chunk, line)), upper_words_));
     }
     template <int I>
     __m512 value(const __m512i (&chunk)[kVectors], const Line<F> &line) const {
@@ -83,7 +80,7 @@ class Codes {
     }
 
     __m512i masks_[3];  // by k
-    __m512i one_ = kept(_mm512_set1_epi32(0x3F800000)), half_ = kept(_mm512_set1_epi32(0x8000)), upper_words_ = kept(_mm512_set4_epi32(0x0F0E0F0E, 0x0B0A0B0A, 0x07060706, 0x03020302));
+    __m512i one_ = kept(_mm512_set1_epi32(0x3F800000)), upper_words_ = kept(_mm512_set4_epi32(0x0F0E0F0E, 0x0B0A0B0A, 0x07060706, 0x03020302));
     __m512 book_;
 };
 

@@ -37,7 +37,9 @@ uint16_t nearest_even(float v) {
     return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-float nearest_away(float v) { return std::isnan(v) ? v : float_of((bits_of(v) + 0x8000) & 0xFFFF0000); }
+float cut(float v) { return float_of(bits_of(v) & 0xFFFF0000); }  // quiet NaNs stay NaN
+
+float raised(float scale) { return std::isnan(scale) ? std::numeric_limits<float>::quiet_NaN() : float_of((bits_of(scale * kUp) + 0x1000) & 0xFFFFE000); }
 
 void round_rows(const Weight &w, const float *x, int64_t x_stride, const Bf16Rows &to, int64_t row, int64_t row_end, int64_t first, int64_t end) {
     const int64_t inputs = w.inputs(), count = stretches(w);
@@ -50,10 +52,11 @@ float weight(const Weight &w, int64_t tile, int64_t input, int64_t column) {
     const uint8_t *chunk = w.codes + (tile * w.inputs() + input) / 8 * chunk_bytes(w.format);
     const int64_t at = (tile * w.blocks + input / w.block_k) * kTile + column;
     const int in_four = chunk[column * 4 + input % 4] >> (input % 8 / 4 * 4) & 15;
-    if (w.format == Format::BOOK4) return nearest_away(w.book[in_four] * w.scales[at]);
+    const float scale = raised(w.scales[at]);
+    if (w.format == Format::BOOK4) return cut(w.book[in_four] * scale);
     const int code = w.format == Format::INT8 ? chunk[input % 8 / 4 * 64 + column * 4 + input % 4] : in_four;
     const auto more = static_cast<float>(1 << mantissa_bits(w.format, input));
-    return nearest_away(std::fma(more + static_cast<float>(code), w.scales[at], 0.0f - (more + static_cast<float>(w.zeros[at])) * w.scales[at]));
+    return cut(std::fma(more + static_cast<float>(code), scale, 0.0f - (more + static_cast<float>(w.zeros[at])) * scale));
 }
 
 float one(const Bf16Piece &p, int64_t row, int64_t tile, int64_t column) {

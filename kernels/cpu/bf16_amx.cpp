@@ -14,9 +14,10 @@ namespace {
 
 #include "activation.inl"
 
-constexpr int64_t kLead = 2;      // stretches that weights are made before they are multiplied
-constexpr int64_t kNear = 12;     // stretches that codes are brought before they are read: a pair of tiles ahead, which may be 90 KiB, 2048 x 5632 takes 4 (32 rows) to 10 % (1 row) longer
-constexpr int64_t kRing = 4;      // stretches of a panel that rows pass but once: a whole one would drive activations out of the L1 cache
+constexpr int64_t kLead = 2;        // stretches that weights are made before they are multiplied
+constexpr int64_t kNear = 12;       // stretches that codes are brought before they are read: a pair of tiles ahead, which may be 90 KiB, 2048 x 5632 takes 4 (32 rows) to 10 % (1 row) longer
+constexpr int64_t kNearPanel = 24;  // stretches of two tiles that the L1 cache keeps: past it 2048 inputs take 3 to 5 % less, 576 7 % more
+constexpr int64_t kRing = 4;        // stretches of a panel that rows pass but once: a whole one would drive activations out of the L1 cache
 
 // Sums of two groups of rows x two tiles of columns; weights of two tiles; activations of two groups. `rows` of a group.
 TileConfig config(int64_t rows) {
@@ -45,6 +46,25 @@ inline void clear_sums() {
     if constexpr (N == 2) _tile_zero(1);
     if constexpr (M == 2) _tile_zero(2);
     if constexpr (M == 2 && N == 2) _tile_zero(3);
+}
+
+// Sums of some of the inputs, [4 tiles][16][16]
+template <int M, int N>
+inline void put_away_sums(float *to) {
+    constexpr int64_t kSquare = kGroupRows * kTile;
+    _tile_stored(0, to, 64);
+    if constexpr (N == 2) _tile_stored(1, to + kSquare, 64);
+    if constexpr (M == 2) _tile_stored(2, to + 2 * kSquare, 64);
+    if constexpr (M == 2 && N == 2) _tile_stored(3, to + 3 * kSquare, 64);
+}
+
+template <int M, int N>
+inline void take_sums(const float *from) {
+    constexpr int64_t kSquare = kGroupRows * kTile;
+    _tile_loadd(0, from, 64);
+    if constexpr (N == 2) _tile_loadd(1, from + kSquare, 64);
+    if constexpr (M == 2) _tile_loadd(2, from + 2 * kSquare, 64);
+    if constexpr (M == 2 && N == 2) _tile_loadd(3, from + 3 * kSquare, 64);
 }
 
 template <int M, int N>
@@ -78,18 +98,18 @@ inline void part(int i, const Stretch &s) {
     }
 }
 
-// M groups of rows x N tiles whose panels are there, and between(part, of parts) meanwhile. Activations are not kept in the L1 cache: panels are read again.
-template <int M, int N, typename Between>
-void multiply(const uint16_t *x, const uint8_t *panels, int64_t count, const Between &between) {
-    const uint16_t *next = x + count * kTileValues;
+// M groups of rows x N tiles whose panels of `count` stretches are there, and between(part, of parts) meanwhile. `next`: the second group. The L1 cache is for panels, where it can hold them (Past: it cannot).
+template <int M, int N, bool Past, typename Between>
+void multiply(const uint16_t *x, const uint16_t *next, const uint8_t *panels, int64_t count, const Between &between) {
     const uint8_t *second = panels + count * kPanelBytes;
-    clear_sums<M, N>();
     for (int64_t s = 0; s < count; ++s) {
-        _tile_loadd(4, panels + s * kPanelBytes, 64);
+        if constexpr (Past) _tile_stream_loadd(4, panels + s * kPanelBytes, 64);
+        else _tile_loadd(4, panels + s * kPanelBytes, 64);
         _tile_stream_loadd(6, x + s * kTileValues, 64);
         _tile_dpbf16ps(0, 6, 4);
         if constexpr (N == 2) {
-            _tile_loadd(5, second + s * kPanelBytes, 64);
+            if constexpr (Past) _tile_stream_loadd(5, second + s * kPanelBytes, 64);
+            else _tile_loadd(5, second + s * kPanelBytes, 64);
             _tile_dpbf16ps(1, 6, 5);
         }
         if constexpr (M == 2) {
@@ -108,21 +128,20 @@ struct Tiles {
     int64_t tile(int64_t n) const { return first + n * apart; }
 };
 
-// The same while the panels are made, kLead stretches ahead. `last`: the number of stretches that a panel holds, a power of two, less 1; -1: all.
+// The same while the panels are made, kLead stretches ahead: `count` of them, the first of which is `begin`. `last`: the number of stretches that a panel holds, a power of two, less 1; -1: all.
 template <Format F, int M, int N>
-void make_and_multiply(const Weight &w, const Tiles &at, const uint16_t *x, uint8_t *panels, int64_t last) {
+void make_and_multiply(const Weight &w, const Tiles &at, int64_t begin, int64_t count, const uint16_t *x, const uint16_t *next, uint8_t *panels, int64_t last) {
     constexpr int64_t kBytes = chunk_bytes(F), kMade = kPanelBytes / 4;  // of a chunk's codes and weights
-    const int64_t count = stretches(w), tile_bytes = w.inputs() / 8 * kBytes, tile_scales = w.blocks * kTile, of_block = w.block_k / kStretch, near = std::min(kNear, count);
+    const int64_t tile_bytes = w.inputs() / 8 * kBytes, tile_scales = w.blocks * kTile, of_block = w.block_k / kStretch, near = std::min(kNear, count);
     const Codes<F> codes(w);
     const auto line = [&](int64_t n, int64_t block) { return Line<F>(w, at.tile(n) * tile_scales + block * kTile, at.step * tile_scales); };
     const auto ready = [&](int64_t s) {
         const uint8_t *panel = panels + (s & last) * kPanelBytes;
-        const uint16_t *rows = x + s * kTileValues;
-        return Stretch{panel, panel + count * kPanelBytes, rows, rows + count * kTileValues};
+        return Stretch{panel, panel + count * kPanelBytes, x + s * kTileValues, next + s * kTileValues};
     };
-    Line<F> first = line(0, 0), second = line(N - 1, 0);
-    const uint8_t *from = w.codes + at.first * tile_bytes;
-    int64_t left = of_block, block = 0;
+    int64_t block = begin / of_block, left = (block + 1) * of_block - begin;
+    Line<F> first = line(0, block), second = line(N - 1, block);
+    const uint8_t *from = w.codes + at.first * tile_bytes + begin * 4 * kBytes;
     const auto stretch = [&](int64_t s, auto multiplied) {
         if (left == 0) {
             left = of_block;
@@ -130,7 +149,7 @@ void make_and_multiply(const Weight &w, const Tiles &at, const uint16_t *x, uint
             if constexpr (N == 2) second = line(1, block);
         }
         --left;
-        const int64_t ahead = near * 4 * kBytes + (s < count - near ? 0 : (at.step - 1) * tile_bytes);  // past a tile's end: in the tile that is next where this one is now
+        const int64_t ahead = near * 4 * kBytes + (s < count - near ? 0 : at.step * tile_bytes - count * 4 * kBytes);  // past the end: in the tile that is next where this one is now
         uint8_t *to = panels + (s & last) * kPanelBytes;
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
@@ -144,7 +163,6 @@ void make_and_multiply(const Weight &w, const Tiles &at, const uint16_t *x, uint
         from += 4 * kBytes;
         written_for_tiles();
     };
-    clear_sums<M, N>();
     for (int64_t s = 0; s < std::min(kLead, count); ++s) stretch(s, std::false_type{});
     for (int64_t s = kLead; s < count; ++s) stretch(s, std::true_type{});
     for (int64_t s = std::max<int64_t>(0, count - kLead); s < count; ++s)
@@ -187,12 +205,11 @@ class Gated {
     bool last_ = false;
 };
 
-// Up to M groups of rows x N tiles, what `product` sums
-template <int M, int N, typename P>
-void rows_of_tiles(const Bf16Piece &p, int64_t row, int64_t rows, int64_t group, const Tiles &at, Gated &gated, const P &product) {
+// What becomes of the sums of up to M groups of rows x N tiles
+template <int M, int N>
+void results(const Bf16Piece &p, int64_t row, int64_t rows, int64_t group, const Tiles &at, Gated &gated) {
     const Weight &w = *p.weight;
     float *sums = gated.room();
-    product(p.x.at(row, stretches(w)));
     if (p.gate) {
         store_sums<M, N>(sums, 2 * kTile, group);
         written_for_tiles();
@@ -209,33 +226,88 @@ void rows_of_tiles(const Bf16Piece &p, int64_t row, int64_t rows, int64_t group,
         }
 }
 
-// All rows x N tiles. The first rows pass while weights are made, or after that where a stretch may have several scales.
-template <Format F, int N>
-void tiles(const Bf16Piece &p, const Tiles &at, int64_t group, uint8_t *panels, Gated &gated) {
+// Brings what results are stored to, a little at a time: asking for a whole square at once takes the few places for misses that loads of tiles need, and stores to memory that is not near wait for it.
+template <int N>
+class Bring {
+  public:
+    Bring(const Bf16Piece &p, int64_t row, int64_t rows, const Tiles &at) : to_(p.y + row * p.y_stride + at.first * kTile), stride_(p.y_stride), lines_(p.gate ? 0 : rows * N) {}
+    void upto(int64_t part, int64_t parts) {
+        for (const int64_t end = lines_ * part / parts; brought_ < end; ++brought_) __builtin_prefetch(to_ + brought_ / N * stride_ + brought_ % N * kTile, 1);
+    }
+
+  private:
+    float *to_;
+    int64_t stride_, lines_, brought_ = 0;
+};
+
+// Inputs that are multiplied before those after them: stretches [begin, end)
+struct Slice {
+    int64_t begin, end;
+    float *sums;  // [groups of rows by twos], of slices before this one; of this one where more come
+
+    int64_t count() const { return end - begin; }
+};
+
+// Up to M groups of rows x N tiles; panels are there, or made meanwhile
+template <Format F, int M, int N>
+void rows_of_tiles(const Bf16Piece &p, int64_t row, int64_t rows, int64_t group, const Tiles &at, const Slice &slice, uint8_t *panels, int64_t last, bool made, Gated &gated) {
     const Weight &w = *p.weight;
     const int64_t count = stretches(w);
-    const int64_t last = p.row_end - p.row <= 2 * group && count >= kRing ? kRing - 1 : -1;
+    const uint16_t *x = p.x.at(row, count) + slice.begin * kTileValues, *next = x + count * kTileValues;
+    float *sums = slice.sums + (row - p.row) / (2 * group) * kSumsFloats;
+    const bool whole = slice.end == count;
+    if (slice.begin) take_sums<M, N>(sums);
+    else clear_sums<M, N>();
+    if (made) {
+        Bring<N> bring(p, row, whole ? rows : 0, at);
+        const auto between = [&](int64_t part, int64_t parts) {
+            gated.upto(part, parts);
+            bring.upto(part, parts);
+        };
+        if (slice.count() > kNearPanel) multiply<M, N, true>(x, next, panels, slice.count(), between);
+        else multiply<M, N, false>(x, next, panels, slice.count(), between);
+    } else {
+        make_and_multiply<F, M, N>(w, at, slice.begin, slice.count(), x, next, panels, last);
+    }
+    if (whole) return results<M, N>(p, row, rows, group, at, gated);
+    put_away_sums<M, N>(sums);
+    written_for_tiles();
+}
+
+// All rows x N tiles. The first rows pass while weights are made, or after that where a stretch may have several scales.
+template <Format F, int N>
+void tiles(const Bf16Piece &p, const Tiles &at, const Slice &slice, int64_t group, uint8_t *panels, Gated &gated) {
+    const Weight &w = *p.weight;
+    const int64_t last = p.row_end - p.row <= 2 * group && slice.count() >= kRing ? kRing - 1 : -1;
     bool made = w.block_k % kStretch != 0;
     if (made)
-        for (int n = 0; n < N; ++n) make<F>(w, at.tile(n), panels + n * count * kPanelBytes);
+        for (int n = 0; n < N; ++n) make<F>(w, at.tile(n), panels + n * slice.count() * kPanelBytes);
     written_for_tiles();
     for (int64_t row = p.row; row < p.row_end; row += 2 * group, made = true) {
         const int64_t rows = std::min(p.row_end - row, 2 * group);
-        const auto between = [&](int64_t part, int64_t parts) { gated.upto(part, parts); };
-        if (rows > group) rows_of_tiles<2, N>(p, row, rows, group, at, gated, [&](const uint16_t *x) { made ? multiply<2, N>(x, panels, count, between) : make_and_multiply<F, 2, N>(w, at, x, panels, last); });
-        else rows_of_tiles<1, N>(p, row, rows, group, at, gated, [&](const uint16_t *x) { made ? multiply<1, N>(x, panels, count, between) : make_and_multiply<F, 1, N>(w, at, x, panels, last); });
+        if (rows > group) rows_of_tiles<F, 2, N>(p, row, rows, group, at, slice, panels, last, made, gated);
+        else rows_of_tiles<F, 1, N>(p, row, rows, group, at, slice, panels, last, made, gated);
     }
 }
 
+// Slice by slice, of up to kSlicedTiles tiles at a time, so that the L2 cache keeps the rows' inputs of a slice
 template <Format F>
 void all_tiles(const Bf16Piece &p, uint8_t *scratch) {
-    const int64_t group = std::min(p.row_end - p.row, kGroupRows);
-    Gated gated(p.gate, reinterpret_cast<float *>(scratch + 2 * stretches(*p.weight) * kPanelBytes));
+    const Weight &w = *p.weight;
+    const int64_t group = std::min(p.row_end - p.row, kGroupRows), count = stretches(w), slices = w.block_k % kStretch ? 1 : bf16_slices(w, p.row_end - p.row);
+    float *room = reinterpret_cast<float *>(scratch + 2 * count * kPanelBytes), *sums = room + 2 * kSumsFloats;
+    Gated gated(p.gate, room);
     const Configured configured(config(group));
-    const Tiles pair = p.gate ? Tiles{p.tile, p.weight->tiles() / 2, 1} : Tiles{p.tile, 1, 2};  // a gate beside what it is for
-    int64_t tile = p.tile;
-    for (; tile + pair.step <= p.tile_end; tile += pair.step) tiles<F, 2>(p, {tile, pair.apart, pair.step}, group, scratch, gated);
-    if (tile < p.tile_end) tiles<F, 1>(p, {tile, 1, 1}, group, scratch, gated);
+    const Tiles pair = p.gate ? Tiles{p.tile, w.tiles() / 2, 1} : Tiles{p.tile, 1, 2};  // a gate beside what it is for
+    const int64_t together = slices > 1 ? kSlicedTiles / 2 * pair.step : p.tile_end - p.tile, pairs_rows = (p.row_end - p.row + 2 * group - 1) / (2 * group);
+    for (int64_t first = p.tile; first < p.tile_end; first += together)
+        for (int64_t s = 0; s < slices; ++s) {
+            Slice slice{s * count / slices, (s + 1) * count / slices, sums};
+            int64_t tile = first;
+            const int64_t end = std::min(first + together, p.tile_end);
+            for (; tile + pair.step <= end; tile += pair.step, slice.sums += pairs_rows * kSumsFloats) tiles<F, 2>(p, {tile, pair.apart, pair.step}, slice, group, scratch, gated);
+            if (tile < end) tiles<F, 1>(p, {tile, 1, 1}, slice, group, scratch, gated);
+        }
     gated.finish();
 }
 

@@ -269,7 +269,9 @@ Bf16Rows Context::rounded_bf16(const Weight &weight, const float *x, int64_t row
 void Context::product_bf16(const Weight &weight, const Bf16Rows &rounded, int64_t rows, float *y, int64_t y_stride, const Bf16Gate *gate) {
     grow_scratch(bf16_scratch(weight));
     const int64_t tiles = gate ? weight.tiles() / 2 : weight.tiles();
-    split_product(tiles, rows, cut_strips(tiles, rows, kGroupRows, bf16_rows(weight), false), [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
+    Cut cut = cut_strips(tiles, rows, kGroupRows, bf16_rows(weight), false);
+    if (bf16_slices(weight, std::min(rows, cut.rows)) > 1) cut.tiles = std::clamp<int64_t>(tiles / (threads() * 4) / kWideTiles * kWideTiles, kWideTiles, kSlicedTiles);  // the more share a slice of activations, the less is brought
+    split_product(tiles, rows, cut, [&](int64_t row, int64_t row_end, int64_t tile, int64_t tile_end, int thread) {
         bf16_->piece({&weight, rounded, y, y_stride, row, row_end, tile, tile_end, gate}, scratch_[thread].get());
     });
 }

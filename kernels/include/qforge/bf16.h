@@ -61,11 +61,17 @@ struct Bf16Functions {
     bool gates;  // whether it takes pieces with a gate
 };
 
-// Most rows of a task: the more share unpacked weights, the less these cost, while activations stay in a second cache of 2 MiB beside panels.
-inline int64_t bf16_rows(const Weight &w) { return std::clamp<int64_t>((1 << 20) / (stretches(w) * kStretch * 2) / (2 * kGroupRows), 2, 16) * 2 * kGroupRows; }
+// Most rows of a task: the more share unpacked weights, the less these cost, while activations, or a slice of their inputs, stay in a second cache of 2 MiB beside panels.
+constexpr int64_t kNearBytes = 1 << 20, kSlicedRows = 256;
+inline int64_t row_bytes(const Weight &w) { return stretches(w) * kStretch * 2; }
+inline int64_t bf16_rows(const Weight &w) { return std::clamp<int64_t>(kNearBytes / row_bytes(w) / (2 * kGroupRows), kSlicedRows / (2 * kGroupRows), 16) * 2 * kGroupRows; }
 
-// Two tiles of weights, and twice sums of four tiles
-inline int64_t bf16_scratch(const Weight &w) { return 2 * stretches(w) * kTileValues * 2 + 2 * kSumsFloats * 4; }
+// Slices that inputs are cut into: sums are put away between them, of so many tiles at a time.
+constexpr int64_t kSlicedTiles = 16;
+inline int64_t bf16_slices(const Weight &w, int64_t rows) { return rows > 2 * kGroupRows ? (rows * row_bytes(w) + kNearBytes - 1) / kNearBytes : 1; }
+
+// Two tiles of weights, twice sums of four tiles, and sums that are put away
+inline int64_t bf16_scratch(const Weight &w) { return 2 * stretches(w) * kTileValues * 2 + (2 + kSlicedTiles / 2 * kSlicedRows / (2 * kGroupRows)) * kSumsFloats * 4; }
 
 extern const Bf16Functions bf16_portable;
 extern const Bf16Functions bf16_amx;

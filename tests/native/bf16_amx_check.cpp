@@ -49,6 +49,10 @@ bool same(unsigned seed) {
     std::vector<float> scales(static_cast<size_t>(count)), book(16), bias(static_cast<size_t>(columns));
     for (uint8_t &code : codes) code = static_cast<uint8_t>(random());
     for (uint8_t &z : zeros) z = static_cast<uint8_t>(below(w.format == Format::INT8 ? 256 : 16));
+    if (w.format != Format::BOOK4 && below(2)) {
+        w.zero = zeros[0];
+        std::fill(zeros.begin(), zeros.end(), zeros[0]);
+    }
     for (float &s : scales) s = static_cast<float>(1 + below(1000)) * 1e-5f;
     for (float &b : book) b = static_cast<float>(below(2001) - 1000) * 1e-3f;
     for (float &b : bias) b = static_cast<float>(below(2001) - 1000) * 1e-2f;

@@ -24,7 +24,7 @@ struct Line {
         if (F != Format::BOOK4 && w.zero < 0) __builtin_prefetch(w.zeros + at + ahead, 0, 2);
         const __m512 read = _mm512_loadu_ps(w.scales + at);
         const __m512 number = _mm512_mask_mov_ps(read, _mm512_cmp_ps_mask(read, read, _CMP_UNORD_Q), _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000)));  // rounding carries into no sign
-        scale[0] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(_mm512_mul_ps(number, _mm512_set1_ps(kUp))), _mm512_set1_epi32(0x1000)), _mm512_set1_epi32(-0x2000)));
+        scale[0] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(_mm512_mul_ps(number, _mm512_set1_ps(raised_by(F)))), _mm512_set1_epi32(0x1000)), _mm512_set1_epi32(-0x2000)));
         if constexpr (F == Format::BOOK4) return;
         const __m512 zeros = w.zero >= 0 ? _mm512_set1_ps(static_cast<float>(w.zero)) : V::zeros(w.zeros + at);  // one for all is not read: of blocks of 64, a 37th of what is
         for (int i = 2; i >= 0; --i) {

@@ -294,7 +294,7 @@ void tiles(const Bf16Piece &p, const Tiles &at, const Slice &slice, int64_t grou
 template <Format F>
 void all_tiles(const Bf16Piece &p, uint8_t *scratch) {
     const Weight &w = *p.weight;
-    const int64_t group = std::min(p.row_end - p.row, kGroupRows), count = stretches(w), slices = w.block_k % kStretch ? 1 : bf16_slices(w, p.row_end - p.row);
+    const int64_t group = std::min(p.row_end - p.row, kGroupRows), count = stretches(w), slices = bf16_slices(w, p.row_end - p.row);
     float *room = reinterpret_cast<float *>(scratch + 2 * count * kPanelBytes), *sums = room + 2 * kSumsFloats;
     Gated gated(p.gate, room);
     const Configured configured(config(group));

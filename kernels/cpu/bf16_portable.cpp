@@ -39,7 +39,7 @@ uint16_t nearest_even(float v) {
 
 float cut(float v) { return float_of(bits_of(v) & 0xFFFF0000); }  // quiet NaNs stay NaN
 
-float raised(float scale) { return std::isnan(scale) ? std::numeric_limits<float>::quiet_NaN() : float_of((bits_of(scale * kUp) + 0x1000) & 0xFFFFE000); }
+float raised(Format f, float scale) { return std::isnan(scale) ? std::numeric_limits<float>::quiet_NaN() : float_of((bits_of(scale * raised_by(f)) + 0x1000) & 0xFFFFE000); }
 
 void round_rows(const Weight &w, const float *x, int64_t x_stride, const Bf16Rows &to, int64_t row, int64_t row_end, int64_t first, int64_t end) {
     const int64_t inputs = w.inputs(), count = stretches(w);
@@ -52,7 +52,7 @@ float weight(const Weight &w, int64_t tile, int64_t input, int64_t column) {
     const uint8_t *chunk = w.codes + (tile * w.inputs() + input) / 8 * chunk_bytes(w.format);
     const int64_t at = (tile * w.blocks + input / w.block_k) * kTile + column;
     const int in_four = chunk[column * 4 + input % 4] >> (input % 8 / 4 * 4) & 15;
-    const float scale = raised(w.scales[at]);
+    const float scale = raised(w.format, w.scales[at]);
     if (w.format == Format::BOOK4) return cut(w.book[in_four] * scale);
     const int code = w.format == Format::INT8 ? chunk[input % 8 / 4 * 64 + column * 4 + input % 4] : in_four;
     const auto more = static_cast<float>(1 << mantissa_bits(w.format, input));

@@ -40,9 +40,9 @@ bool same(unsigned seed) {
     const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % static_cast<uint64_t>(n)); };
     constexpr int64_t lengths[] = {64, 64, 128, 32, 96, 72, 192, 8};
     constexpr Format formats[] = {Format::INT4, Format::INT4, Format::INT8, Format::BOOK4};
-    const bool gated = below(2), sliced = below(20) == 0;  // so many inputs and rows that inputs are cut into slices
-    const int64_t columns = gated ? 2 * kTile * (1 + below(sliced ? 1 : 5)) : 1 + below(sliced ? 40 : 120), length = sliced ? 192 : lengths[below(8)];
-    Case c{{formats[below(4)], columns, sliced ? 40 : 1 + below(7), length, 1, nullptr, nullptr, nullptr, nullptr, nullptr, Activations::BF16}, {}, sliced ? 65 + below(40) : 1 + below(100), kGroupRows * (sliced ? 6 : 1 + below(5))};
+    const bool gated = below(2), sliced = below(12) == 0;  // so many inputs and rows that inputs are cut into 2 or 3 slices, wherever blocks begin
+    const int64_t columns = gated ? 2 * kTile * (1 + below(sliced ? 2 : 5)) : 1 + below(sliced ? 60 : 120), length = lengths[below(8)], inputs = sliced ? 6600 + below(5800) : 0;
+    Case c{{formats[below(4)], columns, std::max(1 + below(7), inputs / length), length, 1, nullptr, nullptr, nullptr, nullptr, nullptr, Activations::BF16}, {}, sliced ? 81 + below(30) : 1 + below(100), kGroupRows * (sliced ? 6 : 1 + below(5))};
     Weight &w = c.w;
     const int64_t count = w.tiles() * w.blocks * kTile;
     std::vector<uint8_t> codes(static_cast<size_t>(w.tiles() * w.inputs() / 8 * chunk_bytes(w.format))), zeros(static_cast<size_t>(count));

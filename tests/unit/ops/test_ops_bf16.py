@@ -49,7 +49,7 @@ def _cut(value: torch.Tensor) -> torch.Tensor:
 def test_both_sides_are_rounded_to_bf16_once(isa: str, rows: int, text: str, shape: tuple[int, int]) -> None:
     """Weights by the formula of bf16.h: one that is a unit of bf16 off would be 4e-3 off."""
     q, x = _quantized(text, *shape), _inputs(rows, shape[1])
-    raised = ((q.scales.float() * (1.0026 if text.startswith("int4") or text.startswith("int3") else 1.0028)).view(torch.int32) + 0x1000 & -0x2000).view(torch.float32)
+    raised = ((q.scales.float() * (1.0026 if text.startswith(("int4", "int3")) else 1.0028)).view(torch.int32) + 0x1000 & -0x2000).view(torch.float32)
     weight = _cut(numerics.dequantize(replace(q, scales=raised)))
     off = _run(isa, q, x) - x.bfloat16().double() @ weight.T
     assert off.norm() <= 1e-6 * x.norm() * weight.norm() / shape[1] ** 0.5
@@ -58,7 +58,7 @@ def test_both_sides_are_rounded_to_bf16_once(isa: str, rows: int, text: str, sha
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_in_bf16_are_within_a_unit_and_unbiased(isa: str, bits: int) -> None:
-    """Read one by one, by rows of one 1. What bf16 has stays; in the mean over many scales nothing is made larger or smaller, and errors are as those of rounding to the nearest (.29 of a unit) and a tenth."""
+    """Read one by one, by rows of one 1. What bf16 has stays; nothing is made larger or smaller in the mean over many scales; errors are a tenth above rounding to the nearest (.29) at most."""
     scheme, eye = parse(f"int{bits}-g64-sym@f32"), torch.eye(64)
     codes = (torch.arange(64) % 16 * 2 ** (bits - 4) - 2 ** (bits - 1) + torch.arange(64) % 5 * (bits == 8)).to(torch.int8).expand(4096, -1).contiguous()
     scales = 2 ** (torch.rand(4096, 1, generator=torch.Generator().manual_seed(3)) * 4 - 2)  # alike on all scales, as numbers are

@@ -58,7 +58,7 @@ def test_both_sides_are_rounded_to_bf16_once(isa: str, rows: int, text: str, sha
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_in_bf16_are_within_a_unit_and_unbiased(isa: str, bits: int) -> None:
-    """Read one by one, by rows of one 1. What bf16 has stays, the mean over many scales is right, and errors are a tenth above those of rounding to the nearest (.29 of a unit) at most."""
+    """Read one by one. What bf16 has stays, the mean over many scales is right, and errors are a tenth above those of rounding to the nearest (.29 of a unit) at most."""
     scheme, eye = parse(f"int{bits}-g64-sym@f32"), torch.eye(64)
     codes = (torch.arange(64) % 16 * 2 ** (bits - 4) - 2 ** (bits - 1) + torch.arange(64) % 5 * (bits == 8)).to(torch.int8).expand(4096, -1).contiguous()
     scales = 2 ** (torch.rand(4096, 1, generator=torch.Generator().manual_seed(3)) * 4 - 2)  # alike on all scales, as numbers are

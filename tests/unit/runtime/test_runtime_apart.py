@@ -147,3 +147,13 @@ def test_an_exchange_takes_nanoseconds_and_one_thread_has_none() -> None:
     while (took := two.exchange()) == 0 and time.monotonic() < end:
         pass  # the other thread has no core at this moment
     assert 8 < took < 1e5, "no line travels faster"
+
+
+@pytest.mark.parametrize(("vendor", "limit"), [("GenuineIntel", float("inf")), ("AuthenticAMD", 190.0)])
+def test_no_intel_processor_computes_apart(tmp_path: Path, vendor: str, limit: float) -> None:
+    """An exchange takes a Xeon long, too, and its loads longer."""
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: 6\n")
+    with mock.patch.object(native_decoder, "Path", lambda _: tmp_path / "cpuinfo"):
+        assert native_decoder._far_ns() == limit
+    with mock.patch.object(native_decoder, "Path", lambda _: tmp_path / "none"):
+        assert native_decoder._far_ns() == 190

@@ -48,23 +48,13 @@ inline void clear_sums() {
     if constexpr (M == 2 && N == 2) _tile_zero(3);
 }
 
-// Sums of some of the inputs, [4 tiles][16][16]
+// What store_sums stored
 template <int M, int N>
-inline void put_away_sums(float *to) {
-    constexpr int64_t kSquare = kGroupRows * kTile;
-    _tile_stored(0, to, 64);
-    if constexpr (N == 2) _tile_stored(1, to + kSquare, 64);
-    if constexpr (M == 2) _tile_stored(2, to + 2 * kSquare, 64);
-    if constexpr (M == 2 && N == 2) _tile_stored(3, to + 3 * kSquare, 64);
-}
-
-template <int M, int N>
-inline void take_sums(const float *from) {
-    constexpr int64_t kSquare = kGroupRows * kTile;
-    _tile_loadd(0, from, 64);
-    if constexpr (N == 2) _tile_loadd(1, from + kSquare, 64);
-    if constexpr (M == 2) _tile_loadd(2, from + 2 * kSquare, 64);
-    if constexpr (M == 2 && N == 2) _tile_loadd(3, from + 3 * kSquare, 64);
+inline void take_sums(const float *from, int64_t stride) {
+    _tile_loadd(0, from, stride * 4);
+    if constexpr (N == 2) _tile_loadd(1, from + kTile, stride * 4);
+    if constexpr (M == 2) _tile_loadd(2, from + kGroupRows * stride, stride * 4);
+    if constexpr (M == 2 && N == 2) _tile_loadd(3, from + kGroupRows * stride + kTile, stride * 4);
 }
 
 template <int M, int N>
@@ -256,7 +246,7 @@ void rows_of_tiles(const Bf16Piece &p, int64_t row, int64_t rows, int64_t group,
     const uint16_t *x = p.x.at(row, count) + slice.begin * kTileValues, *next = x + count * kTileValues;
     float *sums = slice.sums + (row - p.row) / (2 * group) * kSumsFloats;
     const bool whole = slice.end == count;
-    if (slice.begin) take_sums<M, N>(sums);
+    if (slice.begin) take_sums<M, N>(sums, 2 * kTile);
     else clear_sums<M, N>();
     if (made) {
         Bring<N> bring(p, row, whole ? rows : 0, at);
@@ -270,7 +260,7 @@ void rows_of_tiles(const Bf16Piece &p, int64_t row, int64_t rows, int64_t group,
         make_and_multiply<F, M, N>(w, at, slice.begin, slice.count(), x, next, panels, last);
     }
     if (whole) return results<M, N>(p, row, rows, group, at, gated);
-    put_away_sums<M, N>(sums);
+    store_sums<M, N>(sums, 2 * kTile, group);
     written_for_tiles();
 }
 

@@ -153,7 +153,7 @@ def test_an_exchange_takes_nanoseconds_and_one_thread_has_none() -> None:
 def test_no_intel_processor_computes_apart(tmp_path: Path, vendor: str, limit: float) -> None:
     """An exchange takes a Xeon long, too, and its loads longer."""
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: 6\n")
-    with mock.patch.object(native_decoder, "Path", lambda _: tmp_path / "cpuinfo"):
+    with mock.patch.object(native_decoder, "Path", return_value=tmp_path / "cpuinfo"):
         assert native_decoder._far_ns() == limit
-    with mock.patch.object(native_decoder, "Path", lambda _: tmp_path / "none"):
+    with mock.patch.object(native_decoder, "Path", return_value=tmp_path / "none"):
         assert native_decoder._far_ns() == 190

@@ -31,10 +31,17 @@ uint64_t share(uint64_t count, size_t part, size_t parts) { return count * part 
 }  // namespace
 
 Pool::Pool(int threads) : parts_(static_cast<size_t>(threads)), meetings_(static_cast<size_t>(threads)) {
-    for (int t = 1; t < threads; ++t) workers_.emplace_back([this, t] { work(t); });
+    try {
+        for (int t = 1; t < threads; ++t) workers_.emplace_back([this, t] { work(t); });
+    } catch (...) {  // no more threads are to be had
+        stop();
+        throw;
+    }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
     stopping_.store(true);
     job_.fetch_add(1);
     job_.notify_all();

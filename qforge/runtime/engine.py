@@ -6,6 +6,7 @@ import secrets
 
 from qforge.errors import DataError
 from qforge.runtime.blocks import BlockPool
+from qforge.runtime.cache_turn import CacheTurn
 from qforge.runtime.detokenize import Detokenizer
 from qforge.runtime.prompt_lookup import PromptLookup
 from qforge.runtime.scheduler import Piece, Scheduler
@@ -23,6 +24,7 @@ class Engine:
         end_ids: tokens that end every continuation (unless it ignores them).
         max_context: positions that the model has.
         num_speculative_tokens: most tokens that a step computes on a guess after a sequence's last one; the runner has to be `batch_invariant`.
+        turn: of the runner's cache, which this engine has while it has requests; None: it is the only user.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Engine:
         max_context: int,
         end_ids: frozenset[int],
         num_speculative_tokens: int = 0,
+        turn: CacheTurn | None = None,
     ) -> None:
         self._runner, self._tokenizer, self._block_size = runner, tokenizer, block_size
         self._max_context, self._end_ids = max_context, end_ids
@@ -44,12 +47,14 @@ class Engine:
         self._texts: dict[int, Detokenizer] = {}
         self._most_guesses, self._lookups = num_speculative_tokens, dict[int, PromptLookup]()
         self._next_id = 0
+        self._turn = turn or CacheTurn()
 
     def add(self, prompt: list[int], params: SamplingParams) -> Sequence:
         """Queue a request.
 
         Raises:
             DataError: the prompt is empty, leaves no room in the model's context, or could never fit the cache.
+            UnsupportedError: another user of the cache has requests.
         """
         if not prompt:
             raise DataError("a prompt has no tokens; give at least one")
@@ -58,7 +63,11 @@ class Engine:
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_ids)
         sequence = Sequence(self._next_id, list(prompt), len(prompt), params, seed, min(len(prompt) + params.max_tokens, self._max_context), ends)
-        self.scheduler.add(sequence)
+        self._turn.take(self)
+        try:
+            self.scheduler.add(sequence)
+        finally:
+            self._end_turn()
         self._next_id += 1
         self._texts[sequence.id] = Detokenizer(self._tokenizer, prompt, params.stop)
         return sequence
@@ -72,24 +81,33 @@ class Engine:
         draws = [Draw(p.sequence.params, p.sequence.seed, position) for p in ready for position in range(p.stop, p.end + 1)]
         found = iter(self._runner.choose(build_step(pieces, self._block_size), draws))
         self.scheduler.advance(pieces)
-        return [(p.sequence, token) for p in ready for token in self._accept(p, [next(found) for _ in range(p.stop, p.end + 1)])]
+        accepted = [(p.sequence, token) for p in ready for token in self._accept(p, [next(found) for _ in range(p.stop, p.end + 1)])]
+        self._end_turn()
+        return accepted
 
     def busy(self) -> bool:
         """Whether requests wait or run."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Drop a request, whatever its state."""
+        """Drop a request that waits or runs; one that has ended stays as it ended."""
+        if sequence.finish_reason is not None:
+            return
         self.scheduler.cancel(sequence)
         self._lookups.pop(sequence.id, None)
+        self._end_turn()
 
     def text(self, sequence: Sequence) -> str:
         """Text of the continuation so far (complete once the sequence is finished)."""
         return self._texts[sequence.id].text
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept for a finished request's text."""
+        """Drop what is kept for the text of a request that has ended, cancelled ones included: whoever keeps an engine calls it for each."""
         self._texts.pop(sequence.id, None)
+
+    def _end_turn(self) -> None:
+        if not self.busy():
+            self._turn.give_back(self)
 
     def _guess(self, sequence: Sequence, most: int, rows: int) -> list[int]:
         lookup = self._lookups.get(sequence.id)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qforge.errors import DataError, UnsupportedError
 from qforge.ops.native_cache import LANES
 from qforge.runtime import sequence as seq
+from qforge.runtime.cache_turn import CacheTurn
 from qforge.runtime.engine import Engine
 from qforge.runtime.parallel import check_size, open_shared
 from qforge.runtime.running import How, check_device, limits, open_whole
@@ -20,6 +23,7 @@ from qforge.scheme import ACTIVATIONS
 from qforge.text.chat import apply_template
 
 _GUESSES = 8  # of 16, a load of many sequences is as fast
+_MOST_THREADS = 256
 _LONGEST_TOKEN = 256  # characters, on average over a text
 
 if TYPE_CHECKING:
@@ -75,6 +79,7 @@ class LLM:
         self._num_speculative_tokens = _guesses(num_speculative_tokens, made.runner)
         self.max_context = self._opened.spec.max_positions
         self._block_size, self._max_num_seqs, self._max_step_tokens = block_size, where.max_num_seqs, where.max_step_tokens
+        self._turn = CacheTurn()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -82,15 +87,15 @@ class LLM:
         return self._opened.tokenizer()
 
     def engine(self, *, speculate: bool = True) -> Engine:
-        """A fresh engine over this model's weights and cache; use one at a time. `speculate`: with the guesses that this object was made for."""
+        """A fresh engine over this model's weights and cache; one at a time may have requests. `speculate`: with the guesses that this object was made for."""
         return Engine(
             self.runner, self.tokenizer, num_blocks=self.num_blocks, block_size=self._block_size, max_num_seqs=self._max_num_seqs, max_step_tokens=self._max_step_tokens,
             max_context=self.max_context, end_ids=self._opened.end_ids,
-            num_speculative_tokens=self._num_speculative_tokens if speculate else 0,
+            num_speculative_tokens=self._num_speculative_tokens if speculate else 0, turn=self._turn,
         )  # fmt: skip
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[Output]:
-        """Continue prompts, all in one batch; outputs in the order of the prompts.
+        """Continue prompts, all in one batch; outputs in the order of the prompts. Calls of several threads go one after the other.
 
         Args:
             prompts: each a text (tokenized as the tokenizer does plain text), a list of token ids, or a list of chat messages (`{"role": ..., "content": ...}`).
@@ -98,9 +103,12 @@ class LLM:
 
         Raises:
             DataError: a prompt is empty, malformed, or too long for the model or the cache.
+            UnsupportedError: an engine of this object has requests, or a window is being scored.
         """
         if isinstance(prompts, str):
             prompts = [prompts]
+        elif not isinstance(prompts, Sequence):
+            raise DataError(f"prompts are {type(prompts).__name__}; give a list of prompts")
         chosen = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(chosen) != len(prompts):
             raise DataError(f"{len(prompts)} prompts were given with {len(chosen)} sampling parameters; give one for all, or one for each")
@@ -109,12 +117,17 @@ class LLM:
         for number, (prompt, one) in enumerate(zip(prompts, chosen, strict=True), 1):
             try:
                 text, ids = self.tokenize(prompt)
+                self._turn.take(engine, call=True)
                 requests.append(engine.add(ids, one))
             except DataError as e:
+                self._turn.give_back(engine)
                 raise DataError(f"prompt {number} of {len(prompts)}: {e}") from e
             texts.append(text)
-        while engine.busy():
-            engine.step()
+        try:
+            while engine.busy():
+                engine.step()
+        finally:
+            self._turn.give_back(engine)
         return [_output(engine, text, request) for text, request in zip(texts, requests, strict=True)]
 
     def kernels(self) -> dict[str, int]:
@@ -131,10 +144,12 @@ class LLM:
             if not prompt:
                 raise DataError("it is empty; give at least one character (or a list with a token id)")
             return prompt, self._known(list(self.tokenizer.encode(self._short(_whole(prompt)))))
-        items = list(prompt)
-        if items and all(isinstance(i, int) and not isinstance(i, bool) for i in items):
-            return None, self._known([i for i in items if isinstance(i, int)])
-        if items and all(isinstance(i, Mapping) and isinstance(i.get("role"), str) and isinstance(i.get("content"), str) for i in items):
+        items = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, bytes | Mapping) else [None]
+        if not items:
+            raise DataError("it is empty; give at least one token")
+        if all(isinstance(i, Integral) and not isinstance(i, bool) for i in items):
+            return None, self._known([int(i) for i in items if isinstance(i, Integral)])
+        if all(isinstance(i, Mapping) and isinstance(i.get("role"), str) and isinstance(i.get("content"), str) for i in items):
             text = self._short(_whole(self._render(items)))
             return text, self._known(list(self.tokenizer.encode(text, add_special_tokens=False)))
         raise DataError("it is neither a text, nor a list of token ids, nor a list of messages with role and content")
@@ -144,17 +159,24 @@ class LLM:
 
         Raises:
             DataError: a window is longer than the model's context or the cache.
+            UnsupportedError: an engine of this object has requests, or another window is being read.
         """
         from qforge.engines.base import chunks
 
         for window in windows:
             blocks = -(-len(window) // self._block_size)
-            if len(window) > self.max_context or blocks > self.num_blocks:
-                raise DataError(f"a window of {len(window)} tokens is longer than the model's context of {self.max_context} (or than the cache); use a smaller window")
+            if len(window) > self.max_context:
+                raise DataError(f"a window of {len(window)} tokens is longer than the model's context of {self.max_context}; use a smaller window")
+            if blocks > self.num_blocks:
+                raise DataError(f"a window of {len(window)} tokens is longer than the cache of {self.num_blocks * self._block_size}; use a smaller window, or more num_blocks")
             params = SamplingParams(max_tokens=1)
             sequence = seq.Sequence(0, self._known(list(window)), len(window), params, 0, len(window), frozenset(), block_table=list(range(blocks)))
-            for start, stop in chunks(len(window)):
-                yield self.runner.step(build_step([Piece(sequence, start, stop)], self._block_size, all_logits=True))
+            self._turn.take(sequence, call=True)
+            try:
+                for start, stop in chunks(len(window)):
+                    yield self.runner.step(build_step([Piece(sequence, start, stop)], self._block_size, all_logits=True))
+            finally:
+                self._turn.give_back(sequence)
 
     def _short(self, text: str) -> str:
         """The text; refused before it is split where no model could hold its tokens."""
@@ -204,8 +226,15 @@ def _guesses(asked: int | None, runner: Runner) -> int:
 def _check(activations: str, threads: int | None, block_size: int, num_blocks: int | None, max_num_seqs: int | None, max_step_tokens: int | None) -> None:
     if activations not in ACTIVATIONS:
         raise UnsupportedError(f"activations '{activations}' are not known; use one of {', '.join(ACTIVATIONS)}")
+    counts = {"threads": threads, "num_blocks": num_blocks, "max_num_seqs": max_num_seqs, "max_step_tokens": max_step_tokens}
+    for name, value in {"block_size": block_size, **counts}.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise UnsupportedError(f"{name} is {value!r}; it must be a whole number")
     if block_size < LANES or block_size % LANES:
         raise UnsupportedError(f"a cache block of {block_size} tokens is not possible; use a multiple of {LANES}")
-    for name, value in (("threads", threads), ("num_blocks", num_blocks), ("max_num_seqs", max_num_seqs), ("max_step_tokens", max_step_tokens)):
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise UnsupportedError(f"{name} is {value}; it must be at least 1")
+    most = max(_MOST_THREADS, os.cpu_count() or 1)
+    if threads is not None and threads > most:
+        raise UnsupportedError(f"threads is {threads}; at most {most} are started here, and more than this process has cores make every step slower")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Integral, Real
 from typing import NamedTuple
 
 from qforge.errors import DataError
@@ -39,6 +40,16 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        for name in ("max_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if (not isinstance(value, Integral) or isinstance(value, bool)) and not (name == "seed" and value is None):
+                raise DataError(f"{name} is {value!r}; it must be a whole number")
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if not isinstance(value, Real):
+                raise DataError(f"{name} is {value!r}; it must be a number")
+        if not all(isinstance(token, Integral) for token in self.stop_token_ids):
+            raise DataError(f"stop_token_ids are {self.stop_token_ids!r}; they must be token ids")
         rules: tuple[tuple[str, float, bool, str], ...] = (
             ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
             ("temperature", self.temperature, math.isfinite(self.temperature) and self.temperature >= 0, "0 (greedy) or a positive number"),
@@ -81,7 +92,7 @@ class Output:
     finish_reason: str
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """A request while it runs; only the scheduler and the engine change it.
 

@@ -26,6 +26,7 @@ class Pool {
     double exchange();
 
   private:
+    void stop();
     // What one thread writes lies in one line: each that travels costs as much as a small task.
     struct alignas(64) Part {
         std::atomic<uint64_t> tasks{0};     // epoch << 40 | first task << 20 | end; of the job before: nobody has taken any yet

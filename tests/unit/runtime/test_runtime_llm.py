@@ -6,8 +6,10 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -133,7 +135,10 @@ def test_a_continuation_ends_where_the_context_ends(llm: LLM) -> None:
     ("prompt", "message"),
     [
         ("", "empty"),
-        ([], "neither"),
+        ([], "empty"),
+        (5, "neither"),
+        (None, "neither"),
+        (b"ab", "neither"),
         ([3] * 256, "256 tokens leaves no room in the model's context of 256"),
         ([384000], "384000 is not in the model's vocabulary"),
         ([{"role": "user"}], "neither"),
@@ -188,3 +193,82 @@ def test_rotary_parameters_that_give_no_frequencies(tmp_path: Path, rope: dict[s
     (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_type": "default", **rope}}))
     with pytest.raises(ModelError, match=r"rotary|rope|factor"):
         LLM(str(folder))
+
+
+def test_calls_of_several_threads_give_what_each_gives_alone(llm: LLM) -> None:
+    each, params = prompts(6, 40, seed=3), SamplingParams(max_tokens=24, ignore_eos=True)
+    alone = [llm.generate([p], params)[0].token_ids for p in each]
+    with ThreadPoolExecutor(6) as threads:
+        together = list(threads.map(lambda p: llm.generate([p], params)[0].token_ids, each))
+    assert together == alone
+
+
+def test_a_second_engine_waits_for_no_one_and_is_refused(llm: LLM) -> None:
+    prompt, params = prompts(1, 20, seed=4)[0], SamplingParams(max_tokens=4, ignore_eos=True)
+    first, second = llm.engine(), llm.engine()
+    running = first.add(prompt, params)
+    first.step()
+    for other in (lambda: second.add(prompt, params), lambda: llm.generate([prompt], params), lambda: next(llm.score([prompt]))):
+        with pytest.raises(UnsupportedError, match="another engine of this LLM"):
+            other()
+    while first.busy():
+        first.step()
+    assert llm.generate([prompt], params)[0].token_ids == running.generated
+    left = second.add(prompt, params)
+    with pytest.raises(UnsupportedError, match="another engine"):
+        first.add(prompt, params)
+    second.cancel(left)
+    first.cancel(first.add(prompt, params))
+    windows = llm.score([prompt])
+    next(windows)
+    with pytest.raises(UnsupportedError, match="score"):
+        llm.generate([prompt], params)
+    windows.close()
+    assert llm.generate([prompt], params)[0].token_ids == running.generated
+
+
+def test_an_engine_that_is_gone_has_no_turn(llm: LLM) -> None:
+    engine = llm.engine()
+    engine.add(prompts(1, 20, seed=4)[0], SamplingParams(max_tokens=4))
+    del engine
+    assert llm.generate([prompts(1, 20, seed=4)[0]], SamplingParams(max_tokens=1))
+
+
+def test_a_request_that_was_refused_keeps_no_turn() -> None:
+    small, prompt = LLM(model("llama"), num_blocks=3), prompts(1, 20, seed=4)[0]
+    engine = small.engine()
+    with pytest.raises(DataError, match="the pool has 3"):
+        engine.add(prompt, SamplingParams(max_tokens=100))
+    with pytest.raises(DataError, match="prompt 2 of 2") as kept:  # with its engine
+        small.generate([prompt, []], SamplingParams(max_tokens=4))
+    assert small.generate([prompt], SamplingParams(max_tokens=4))
+    assert kept
+
+
+def test_cancelling_a_finished_request_leaves_its_ending(llm: LLM) -> None:
+    engine = llm.engine()
+    request = engine.add(prompts(1, 20, seed=4)[0], SamplingParams(max_tokens=2, ignore_eos=True))
+    while engine.busy():
+        engine.step()
+    engine.cancel(request)
+    assert request.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "given", [{"max_tokens": 1.5}, {"max_tokens": "x"}, {"max_tokens": None}, {"top_k": 1.5}, {"seed": 1.5}, {"stop_token_ids": ("x",)}, {"temperature": "hot"}, {"top_k": True}]
+)
+def test_parameters_of_another_type_are_refused_by_name(given: dict[str, object]) -> None:
+    with pytest.raises(DataError, match=next(iter(given))):
+        SamplingParams(**given)
+
+
+@pytest.mark.parametrize("given", [{"threads": 1.5}, {"threads": 100_000}, {"threads": 0}, {"block_size": "16"}, {"num_blocks": "9"}, {"max_num_seqs": 2.0}])
+def test_sizes_of_another_kind_are_refused_by_name(given: dict[str, object]) -> None:
+    with pytest.raises(UnsupportedError, match=next(iter(given))):
+        LLM(model("llama"), **given)
+
+
+def test_token_ids_may_be_an_array(llm: LLM) -> None:
+    prompt, params = prompts(1, 20, seed=4)[0], SamplingParams(max_tokens=2)
+    assert llm.generate([np.array(prompt)], params)[0].token_ids == llm.generate([prompt], params)[0].token_ids
+    assert llm.generate([torch.tensor(prompt).tolist()], params)

@@ -36,7 +36,11 @@ def report(machine: dict[str, Any]) -> str:
         ("native module", f"present, kernels for {', '.join(native['instruction_sets'])}" if native["present"] else "missing"),
     ]
     lines = [f"{name:<14} {text}" for name, text in rows] + ["", "kernels of the runtime, with --activations " + ", ".join(ACTIVATIONS)]
-    lines += [f"  {scheme:<20} {'; '.join(by.values())}" for scheme, by in machine["kernels"].items()] + ["", "packages"]
+    if machine["kernels"]:  # there is torch
+        from qforge.ops.select import short
+
+        lines += [f"  {scheme:<20} {'; '.join(map(short, by.values()))}" for scheme, by in machine["kernels"].items()]
+    lines += ["", "packages"]
     for package in machine["packages"]:
         lines.append(f"  {package['name']:<20} {package['version'] or 'missing':<14} {package['purpose']}" + ("" if package["version"] else f"; to get it: {package['get']}"))
     lines += ["", *(f"problem: {p}" for p in machine["problems"])] if machine["problems"] else ["", "everything that is required is here"]

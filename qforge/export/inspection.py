@@ -5,28 +5,36 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from qforge.engines.onnx_runtime import MODEL as ONNX
 from qforge.engines.openvino_runtime import MODEL as OPENVINO
-from qforge.errors import ModelError
+from qforge.errors import ModelError, QforgeError
 from qforge.export import triton_server
 from qforge.export.hf import weight_shape
 from qforge.export.inspect_onnx import inspect_onnx
 from qforge.export.inspect_openvino import inspect_openvino
 from qforge.export.provenance import PROVENANCE, read_provenance
 from qforge.files import size_of
+from qforge.models import skeleton as skeletons
 from qforge.models.assets import end_ids
 from qforge.models.config import quantization_of, read_json
+from qforge.models.gguf_config import gguf_config
 from qforge.models.gguf_header import GgufHeader, read_gguf_header
+from qforge.models.gguf_source import GgufSource
 from qforge.models.model import Model, open_model
 from qforge.models.shards import Shards, find
-from qforge.ops.select import explained
+from qforge.models.spec import model_spec
+from qforge.models.weights import WeightSource
+from qforge.ops.select import dense_kernel, explained, short
 from qforge.runtime.decoder import supports
+from qforge.scheme import Scheme
+from qforge.types import ModelSpec
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings")
 
@@ -76,7 +84,7 @@ def _directory(path: Path, check: bool) -> dict[str, Any]:
     parameters = sum(math.prod(model.weights.info(n).shape) for n in model.weights.names())
     stored = [shards.info(n) for n in shards.names()]
     tensor_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in stored)
-    linears = [_linear(model, name) for name in model.schemes]
+    linears = [_linear(name, model.schemes[name], weight_shape(model, name)) for name in model.schemes]
     end_ids(path, model.config)  # of generation_config.json
     quantized = sum(entry["weights"] for entry in linears)
     if check:
@@ -99,7 +107,7 @@ def _directory(path: Path, check: bool) -> dict[str, Any]:
         "tensor_types": _counted([str(i.dtype).removeprefix("torch.") for i in stored]),
         "metadata": {key: getattr(model.config, key, None) for key in _SIZES},
         "linears": linears,
-        "runtime": {"runs": supports(model.spec) is None, "reason": supports(model.spec)},
+        **_on_runtime(model.config, model.spec, model.schemes, model.weights, trust_remote_code=model.trust_remote_code),
         "provenance": read_provenance(path),
         "sound": True,
         "checked": "all tensors read" if check else "headers, sizes and shapes",
@@ -113,11 +121,27 @@ def _kind(path: Path) -> str:
     return f"{method} checkpoint" if method else "Hugging Face model"
 
 
-def _linear(model: Model, name: str) -> dict[str, Any]:
-    scheme, shape = model.schemes[name], weight_shape(model, name)
+def _linear(name: str, scheme: Scheme, shape: Sequence[int]) -> dict[str, Any]:
     weights = shape[0] * shape[1]
-    bits = round(scheme.storage_bits(*shape) / weights, 4)
+    bits = round(scheme.storage_bits(shape[0], shape[1]) / weights, 4)
     return {"name": name, "scheme": str(scheme), "shape": list(shape), "weights": weights, "bits_per_weight": bits, "kernels": explained(scheme, (shape[0], shape[1]))}
+
+
+def _on_runtime(config: PretrainedConfig, spec: ModelSpec | None, schemes: Mapping[str, Scheme], weights: WeightSource, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Whether the built-in runtime runs the model, and what it runs linears without a scheme with, the head included."""
+    reason = supports(spec)
+    found: dict[str, Any] = {"unquantized": [], "runtime": {"runs": reason is None, "reason": reason}}
+    if reason is not None:
+        return found
+    skeleton, stored = skeletons.build(config, trust_remote_code=trust_remote_code), set(weights.names())
+    kernel = dense_kernel()
+    for name in skeleton.linears:
+        weight = f"{name}.weight"
+        if name not in schemes:
+            held = weight if weight in stored else skeleton.tied[weight]
+            dtype = str(weights.info(held).dtype).removeprefix("torch.")
+            found["unquantized"].append({"name": name, "dtype": dtype, "shape": list(skeleton.shapes[weight]), "kernel": kernel})
+    return found
 
 
 def _read_all(model: Model) -> None:
@@ -148,20 +172,36 @@ def _gguf(header: GgufHeader, check: bool) -> dict[str, Any]:
         "tensor_types": _counted([t.type.name for t in header.tensors.values()]),
         "metadata": metadata,
         "tensors": [{"name": t.name, "type": t.type.name, "shape": list(t.shape)} for t in header.tensors.values()],
+        **_gguf_on_runtime(header),
         "provenance": None,
         "sound": True,
         "checked": "all tensors read" if check else "header, sizes and offsets",
     }
 
 
+def _gguf_on_runtime(header: GgufHeader) -> dict[str, Any]:
+    """The linears of blocks that hold integers, and all else that the runtime says of a model."""
+    try:
+        config = gguf_config(header)
+        source = GgufSource(header, config, skeletons.build(config).linears)
+        linears = [_linear(name, scheme, source.info(f"{name}.weight").shape) for name, scheme in source.schemes.items()]
+        return {"linears": linears, **_on_runtime(config, model_spec(config), source.schemes, source)}
+    except QforgeError as e:  # the file may be sound, and be of a family that we do not read
+        return {"linears": [], "unquantized": [], "runtime": {"runs": False, "reason": str(e)}}
+
+
 def _counted(items: list[str]) -> dict[str, int]:
     return dict(sorted(Counter(items).items(), key=lambda pair: (-pair[1], pair[0])))
 
 
-def _kernels(linears: list[dict[str, Any]]) -> dict[str, str]:
-    """By kind of activations: which kernels run how many linears here."""
-    kinds = linears[0].get("kernels", {}) if linears else {}
-    return {kind: ", ".join(f"{name} ({count})" for name, count in _counted([e["kernels"][kind] for e in linears]).items()) for kind in kinds}
+def _kernels(found: Mapping[str, Any]) -> Iterator[str]:
+    """By kind of activations: which kernels run how many linears here; and those of what is not quantized. JSON has what others would bring, too."""
+    linears = found.get("linears", [])
+    for kind in linears[0].get("kernels", {}) if linears else ():
+        names = _counted([short(e["kernels"][kind]) for e in linears])
+        yield f"{', '.join(f'{name} ({count})' for name, count in names.items())} with --activations {kind}"
+    for kernel, count in _counted([e["kernel"] for e in found.get("unquantized", [])]).items():
+        yield f"{kernel} ({count}) for linears that are not quantized"
 
 
 def summary(found: Mapping[str, Any]) -> Iterator[str]:
@@ -174,8 +214,8 @@ def summary(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"schemes:    {', '.join(f'{scheme} ({count} {of})' for scheme, count in found['schemes'].items())}"
     if found.get("kv_cache"):
         yield f"cache:      keys and values as {found['kv_cache']['type']}, scales for {len(found['kv_cache']['scales'])} layers"
-    for kind, names in _kernels(found.get("linears", [])).items():
-        yield f"kernels:    {names} with --activations {kind}"
+    for line in _kernels(found):
+        yield f"kernels:    {line}"
     if found.get("runtime", {}).get("reason"):
         yield f"runtime:    {found['runtime']['reason']}; transformers runs it"
     yield f"tensors:    {', '.join(f'{count} {kind}' for kind, count in found['tensor_types'].items())}"

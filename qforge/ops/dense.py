@@ -32,6 +32,8 @@ class DenseKernel:
         wide: give sums as they are, in fp32.
     """
 
+    code = None
+
     def __init__(self, dtype: torch.dtype, wide: bool = False) -> None:
         self.name, self._dtype, self._wide = f"dense-{str(dtype).removeprefix('torch.')}", dtype, wide
 

@@ -15,9 +15,14 @@ class Kernel(Protocol):
 
     Attributes:
         name: as `inspect`, `doctor` and reports print it.
+        code: the instruction set that its code is written for, of those that this CPU runs; None where it is not ours to say.
     """
 
     name: str
+
+    @property
+    def code(self) -> str | None:
+        """See above."""
 
     def supports(self, scheme: Scheme, shape: tuple[int, int], device: str) -> str | None:
         """None if the kernel runs a weight `[O, I]` of this scheme on this device; otherwise the reason why not."""

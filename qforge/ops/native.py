@@ -15,7 +15,7 @@ import torch
 
 from qforge import numerics
 from qforge.ops.memory import Arena
-from qforge.ops.native_module import context, instruction_sets, missing
+from qforge.ops.native_module import code_for, context, instruction_sets, missing
 from qforge.ops.native_weight import Buffer, NativeWeight
 from qforge.ops.packing import Tiles, pack_dense, pack_quantized, with_code_sums
 from qforge.qlinear import QuantizedLinear
@@ -142,6 +142,11 @@ class NativeKernel:
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
         self._threads, self._isa = threads, isa
 
+    @property
+    def code(self) -> str | None:
+        """See `Kernel`."""
+        return self._isa or code_for("floats")
+
     def supports(self, scheme: Scheme, shape: tuple[int, int], device: str) -> str | None:
         """Integers of up to 8 bits with or without zero points, e4m3 floats, 4-bit code books; every shape (see `Kernel.supports`)."""
         if device != "cpu":
@@ -175,6 +180,11 @@ class NativeInt8:
 
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
         self._threads, self._isa = threads, isa
+
+    @property
+    def code(self) -> str | None:
+        """See `Kernel`."""
+        return self._isa or code_for("bytes")
 
     def supports(self, scheme: Scheme, shape: tuple[int, int], device: str) -> str | None:
         """Integer weights with or without zero points, int8 activations with a scale by token or a static one; every shape up to 65,536 inputs (see `Kernel.supports`)."""
@@ -210,6 +220,11 @@ class NativeRounded:
         self.bits = bits
         self._threads, self._isa = threads, isa
 
+    @property
+    def code(self) -> str | None:
+        """See `Kernel`."""
+        return self._isa or code_for("blocks")
+
     def supports(self, scheme: Scheme, shape: tuple[int, int], device: str) -> str | None:
         """Integer weights with or without zero points whose scheme leaves activations alone; every shape (see `Kernel.supports`)."""
         if device != "cpu":
@@ -241,6 +256,11 @@ class NativeBf16:
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
         self._threads, self._isa = threads, isa
 
+    @property
+    def code(self) -> str | None:
+        """See `Kernel`."""
+        return self._isa or code_for("bf16")
+
     def supports(self, scheme: Scheme, shape: tuple[int, int], device: str) -> str | None:
         """Integer weights with or without zero points and 4-bit code books whose scheme leaves activations alone; with AMX, or where one was asked for (see `Kernel.supports`)."""
         if device != "cpu":
@@ -269,6 +289,11 @@ class NativeDense:
 
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
         self._threads, self._isa = threads, isa
+
+    @property
+    def code(self) -> str | None:
+        """See `Kernel`."""
+        return self._isa or code_for("floats")
 
     def prepack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packed:
         """`weight [O, I]` in tiles, in its own dtype."""

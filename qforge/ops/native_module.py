@@ -50,6 +50,19 @@ def instruction_sets() -> list[str]:
     return found[found.index(first) :]
 
 
+# Instruction sets that products have code for (kernels/cpu/context.cpp), by what they multiply; what is not listed takes the next of them.
+_CODE = {"floats": ("avx2",), "bytes": ("amx", "avx512-vnni", "avx2"), "bf16": ("amx",)}
+_INCLUDED = {"avx512-vnni-pairs": "avx512-vnni"}
+
+
+def code_for(products: str) -> str | None:
+    """The instruction set of the code that multiplies `floats`, `bytes`, `bf16`, or `blocks` of integers here; None without the native module."""
+    sets = instruction_sets()
+    if products == "blocks" or not sets:
+        return next(iter(sets), None)
+    return next((found for s in sets if (found := _INCLUDED.get(s, s)) in _CODE[products]), sets[-1])
+
+
 @functools.lru_cache(maxsize=8)
 def context(threads: int | None = None, isa: str | None = None) -> Any:
     """The thread pool and instruction set that products run with; made once for each pair. Needs the native module."""

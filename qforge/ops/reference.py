@@ -12,7 +12,7 @@ from qforge.scheme import Scheme
 class ReferenceKernel:
     """Dequantizes the whole weight at each call: right for every scheme, and slow."""
 
-    name = "reference"
+    name, code = "reference", None
 
     def supports(self, scheme: Scheme, shape: tuple[int, int], device: str) -> str | None:
         """Everything is supported (see `Kernel.supports`)."""

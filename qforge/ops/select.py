@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from qforge.ops.kernel import Kernel
-from qforge.ops.native import NativeBf16, NativeInt8, NativeKernel, NativeRounded
+from qforge.ops.native import NativeBf16, NativeDense, NativeInt8, NativeKernel, NativeRounded
+from qforge.ops.native_module import missing
 from qforge.ops.reference import ReferenceKernel
 from qforge.ops.triton.linear import TritonW4, TritonW8
 from qforge.scheme import ACTIVATIONS, Scheme
+
+# What --activations to ask for
+_ROUNDS = "it rounds activations, for --activations"
+_ASKED_BY = {"native-a16": "int16", "native-a8": "int8", "native-bf16": "bf16"}
 
 # Kernels that round activations as the runtime was asked to, for each kind of activations
 _ROUNDED_BY = {"fp": set(), "int16": {"native-a16"}, "int8": {"native-a8"}, "bf16": {"native-bf16", "native-a16"}}
@@ -28,8 +34,28 @@ class Choice:
 
 
 def explained(scheme: Scheme, shape: tuple[int, int], device: str = "cpu") -> dict[str, str]:
-    """For each kind of activations: the kernel that such a weight runs on, and why not a faster one."""
-    return {a: choose(scheme, shape, device, activations=a).explain() for a in ACTIVATIONS}
+    """For each kind of activations: the kernel that such a weight runs on, the instruction set of its code here, and why not a faster one."""
+    return {a: _explained(choose(scheme, shape, device, activations=a), scheme, shape, device) for a in ACTIVATIONS}
+
+
+def short(explanation: str) -> str:
+    """An explanation without the kernels that other --activations would take."""
+    return re.sub(rf" \(not [\w-]+: {_ROUNDS} \w+\)", "", explanation)
+
+
+def dense_kernel() -> str:
+    """What runs weights that are not quantized here, whatever the activations."""
+    return f"{NativeDense.name} [{NativeDense().code}]" if missing() is None else "torch"
+
+
+def _explained(choice: Choice, scheme: Scheme, shape: tuple[int, int], device: str) -> str:
+    code, left = choice.kernel.code, dict(choice.passed_over)
+    for kernel in kernels(device):
+        if kernel.name == choice.kernel.name:
+            break
+        if kernel.name in _ASKED_BY and kernel.supports(scheme, shape, device) is None:
+            left[kernel.name] = f"{_ROUNDS} {_ASKED_BY[kernel.name]}"
+    return choice.kernel.name + (f" [{code}]" if code else "") + "".join(f" (not {name}: {reason})" for name, reason in left.items())
 
 
 def kernels(device: str = "cpu", threads: int | None = None) -> list[Kernel]:

@@ -23,8 +23,12 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 
 def supports(spec: ModelSpec | None) -> str | None:
     """None if the decoder runs such a model; otherwise the reason why not."""
-    if spec is None or spec.family not in FAMILIES:
-        return f"the built-in runtime does not list {'this family' if spec is None else f'the family {spec.family!r}'} (it lists {', '.join(FAMILIES)})"
+    listed = ", ".join(FAMILIES)
+    if spec is None:
+        known = "silu or gelu_pytorch_tanh; rope default, linear, llama3 or yarn; no soft-capping"
+        return f"the built-in runtime does not list this family, or not its activation, rotary scaling or attention (it lists {listed}: {known})"
+    if spec.family not in FAMILIES:
+        return f"the built-in runtime does not list the family {spec.family!r} (it lists {listed})"
     if spec.head_dim % 2:
         return f"its head size {spec.head_dim} is odd"
     return next((reason for r in spec.layer_ropes if (reason := rope.supports(r)) is not None), None)

@@ -19,7 +19,7 @@ _FLOAT8 = 89  # the first compute capability with e4m3 products
 class TritonW4:
     """4-bit integers times fp16 or bf16 activations."""
 
-    name = "triton-w4a16"
+    name, code = "triton-w4a16", None
 
     def supports(self, scheme: Scheme, shape: tuple[int, int], device: str) -> str | None:
         """See `Kernel.supports`."""
@@ -44,7 +44,7 @@ class TritonW4:
 class TritonW8:
     """8-bit integers or e4m3 floats times activations rounded to the same type, one scale a token or a group of inputs."""
 
-    name = "triton-w8a8"
+    name, code = "triton-w8a8", None
 
     def supports(self, scheme: Scheme, shape: tuple[int, int], device: str) -> str | None:
         """See `Kernel.supports`."""

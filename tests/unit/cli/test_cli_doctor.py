@@ -25,10 +25,12 @@ def test_json_says_everything() -> None:
     versions = {p["name"]: p["version"] for p in said["packages"]}
     assert versions["torch"] == importlib.metadata.version("torch")
     assert all(p["get"] and p["purpose"] for p in said["packages"])
-    named = said["kernels"]["int4-g128-sym"]
-    assert named.pop("bf16").startswith("native-bf16" if "amx" in said["native"]["instruction_sets"] else "native-a16 (not native-bf16: it gains only")
-    assert named == {"fp": "native", "int16": "native-a16", "int8": "native-a8"}
-    assert said["kernels"]["nf4"]["int8"].startswith("native (not native-a8: it multiplies integers")
+    sets, named = said["native"]["instruction_sets"], said["kernels"]["int4-g128-sym"]
+    floats = "avx2" if "avx2" in sets else "portable"
+    assert named.pop("bf16").startswith("native-bf16 [amx]" if "amx" in sets else f"native-a16 [{sets[0]}] (not native-bf16: it gains only")
+    assert {kind: text.partition(" (not")[0] for kind, text in named.items()} == {"fp": f"native [{floats}]", "int16": f"native-a16 [{sets[0]}]", "int8": f"native-a8 [{sets[0]}]"}
+    assert "(not native-a8: it rounds activations, for --activations int8)" in named["fp"]
+    assert f"native [{floats}] (not native-a8: it multiplies integers" in said["kernels"]["nf4"]["int8"]
     assert said["native"]["present"] == bool(said["native"]["instruction_sets"])
 
 

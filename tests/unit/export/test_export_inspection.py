@@ -26,6 +26,7 @@ from qforge.export.openvino import OpenvinoExporter
 from qforge.export.triton_server import TritonExporter
 from qforge.models.model import open_model
 from qforge.ops.native_module import instruction_sets
+from qforge.runtime import LLM
 
 OPENVINO = pytest.mark.skipif(openvino_runtime.missing() is not None, reason="openvino is not installed")
 
@@ -97,8 +98,31 @@ def test_the_kernel_of_each_linear_is_named(files, capsys):
     for e in found["linears"]:
         both = "native-bf16" if "amx" in instruction_sets() else "native-a16"
         assert {a: k.split()[0] for a, k in e["kernels"].items()} == {"fp": "native", "int16": "native-a16", "bf16": both, "int8": "native-a8"}
+        assert all(
+            k.split()[1] == f"[{code}]" for k, code in ((e["kernels"]["int8"], instruction_sets()[0]), (e["kernels"]["fp"], "avx2" if "avx2" in instruction_sets() else "portable"))
+        )
+        assert "(not native-a8: it rounds activations, for --activations int8)" in e["kernels"]["fp"]
     assert found["runtime"] == {"runs": True, "reason": None}
-    assert f"kernels:    native-a8 ({len(found['linears'])}) with --activations int8" in run(capsys, files / "run")[1]
+    text = run(capsys, files / "run")[1]
+    assert f"kernels:    native-a8 [{instruction_sets()[0]}] ({len(found['linears'])}) with --activations int8" in text
+    assert "native-dense" in text
+
+
+@pytest.mark.parametrize("name", ["plain", "run", "gptq", "gguf/model-q4_0.gguf"])
+@pytest.mark.parametrize("activations", ["fp", "int8"])
+def test_it_names_the_kernels_that_run(files, capsys, name, activations):
+    found = json.loads(run(capsys, files / name, "--json")[1])
+    runs = LLM(str(files / name), activations=activations, num_blocks=8).kernels()
+    named = [e["kernels"][activations].split()[0] for e in found["linears"]] + [e["kernel"].split()[0] for e in found["unquantized"]]
+    assert {k.split()[0] for k in runs} == set(named)
+    assert len(named) == 15
+    assert [e["shape"] for e in found["unquantized"] if e["name"] == "lm_head"] == [[found["metadata"].get("vocab_size") or 384, 64]]
+
+
+def test_a_limited_instruction_set_is_named(files, capsys, monkeypatch):
+    monkeypatch.setenv("QFORGE_ISA", "portable")
+    found = json.loads(run(capsys, files / "run", "--json")[1])
+    assert {e["kernels"][a].split()[1] for e in found["linears"] for a in ("fp", "int8")} | {e["kernel"].split()[1] for e in found["unquantized"]} == {"[portable]"}
 
 
 def _cut(data, n):

@@ -45,6 +45,17 @@ def test_text_is_printed_and_json_written_beside_it(model: Path, tmp_path: Path,
     assert capsys.readouterr().out == text + "\n"
 
 
+def test_it_runs_as_the_options_say(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--max-tokens", 6, "--temperature", 1, "--seed", 3, "--top-p", 0.5, "--kv-cache", "int8", "--threads", 1, "--activations", "int8")
+    assert _run("generate", model, "--prompt", "The small", *given, "--json", "-") == 0
+    params = SamplingParams(max_tokens=6, temperature=1, seed=3, top_p=0.5)
+    wanted = LLM(str(model), activations="int8", kv_cache="int8").generate(["The small"], params)[0]
+    assert json.loads(capsys.readouterr().out)["outputs"][0]["token_ids"] == wanted.token_ids
+    assert wanted.token_ids != LLM(str(model)).generate(["The small"], params)[0].token_ids
+    assert _run("generate", model, "--prompt", "The small", "--threads", 100_000) == 2
+    assert "threads is 100000" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -41,6 +41,14 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     assert _seen(top_p=float(p[4]) + 1e-3) == {4, 0}
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(0.25, {0}), (0.5, {0, 1}), (0.75, {0, 1, 2}), (0.5 + 1e-6, {0, 1, 2})])
+def test_a_set_that_reaches_top_p_exactly_is_enough(top_p: float, kept: set[int]) -> None:
+    native: Any = module()
+    logits = torch.tensor([1.0, 1.0, 1.0, 1.0, -1e30])
+    assert {native.draw(logits.data_ptr(), 5, 1.0, 0, top_p, 0.0, seed, 2) for seed in range(200)} == kept
+    assert {draw(logits, SamplingParams(temperature=1.0, top_p=top_p), seed, 2) for seed in range(200)} == kept
+
+
 def test_min_p_is_relative_to_the_most_likely() -> None:
     assert _seen(min_p=math.exp(-1) + 1e-3) == {4}
     assert _seen(min_p=math.exp(-1) - 1e-3) == {4, 0}

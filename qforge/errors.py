@@ -42,6 +42,10 @@ class UnsupportedError(QforgeError):
     """A combination that qforge knows and refuses."""
 
 
+class NotOnRuntimeError(UnsupportedError):
+    """The built-in runtime does not run this model; transformers may."""
+
+
 class NumericalError(QforgeError):
     """No sound result can be computed from these numbers."""
 

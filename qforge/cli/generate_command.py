@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from qforge.cli import options
 from qforge.cli.prompts import read_prompts
-from qforge.errors import DataError
+from qforge.errors import DataError, NotOnRuntimeError, UnsupportedError
 from qforge.files import write_text
 from qforge.scheme import ACTIVATIONS, ACTIVATIONS_MEAN
+
+if TYPE_CHECKING:
+    from qforge.runtime.sequence import Output, SamplingParams
 
 
 @click.command(name="generate")
@@ -39,9 +43,13 @@ def command(
     from qforge.runtime import LLM, SamplingParams
     from qforge.runtime.running import most_sequences
 
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     most = None if device.name == "cpu" else min(len(given), most_sequences(device.name))  # a GPU records decode steps up to so many, which takes time
-    llm = LLM(model, activations=activations, kv_cache=kv_cache, threads=threads, device=device.name, tensor_parallel=device.processes, max_num_seqs=most)
-    outputs = llm.generate(given, SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed))
+    try:
+        llm = LLM(model, activations=activations, kv_cache=kv_cache, threads=threads, device=device.name, tensor_parallel=device.processes, max_num_seqs=most)
+        outputs = llm.generate(given, params)
+    except NotOnRuntimeError as e:
+        outputs = _on_transformers(e, model, given, params, activations, kv_cache, device)
     text = json.dumps({"outputs": [asdict(o) for o in outputs]}, ensure_ascii=False, indent=1)
     if json_path == "-":
         click.echo(text)
@@ -52,3 +60,17 @@ def command(
         if len(outputs) > 1:
             click.secho(f"--- {number}", dim=True)
         click.echo(output.text)
+
+
+def _on_transformers(
+    why: NotOnRuntimeError, model: str, prompts: list[Any], params: SamplingParams, activations: str, kv_cache: str | None, device: options.Device
+) -> list[Output]:
+    from qforge.engines.continuations import continuations
+    from qforge.models.model import open_model
+    from qforge.stages.evidence import only_runtime
+
+    only_runtime("this runs on transformers", activations, device.name, device.processes)
+    if kv_cache is not None:
+        raise UnsupportedError(f"--kv-cache {kv_cache} is for the built-in runtime, and this runs on transformers; leave it out") from why
+    click.echo(f"{why}, in fp32", err=True)
+    return continuations(open_model(model), prompts, params)

@@ -180,6 +180,16 @@ class BlockModel:
         with self._outer(self._module, replace), _rounded_inputs(head, self.own_rounding):
             yield logits
 
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[Any]:
+        """Transformers' module with all weights in fp32, inputs of linears rounded where the model's own schemes say so. Keys and values are kept as transformers keeps them."""
+        with contextlib.ExitStack() as open_parts:
+            open_parts.enter_context(self._outer(self._module.base_model))
+            open_parts.enter_context(self.head())
+            for index in range(self.num_blocks):
+                open_parts.enter_context(self.block(index))
+            yield self._module
+
     @torch.no_grad()
     def head_inputs(self, hidden: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """What the output head takes, `[N, D]`, for each batch `[B, T, D]` of the last block's outputs."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from numbers import Integral
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qforge.errors import DataError, UnsupportedError
 from qforge.ops.native_cache import LANES
@@ -14,24 +13,21 @@ from qforge.runtime import sequence as seq
 from qforge.runtime.cache_turn import CacheTurn
 from qforge.runtime.engine import Engine
 from qforge.runtime.parallel import check_size, open_shared
+from qforge.runtime.prompts import Prompt, PromptReader
 from qforge.runtime.running import How, check_device, limits, open_whole
 from qforge.runtime.scheduler import Piece
 from qforge.runtime.sequence import Output, SamplingParams
 from qforge.runtime.step import Runner, build_step
 from qforge.runtime.tokenizer import Tokenizer
 from qforge.scheme import ACTIVATIONS
-from qforge.text.chat import apply_template
 
 _GUESSES = 8  # of 16, a load of many sequences is as fast
 _MOST_THREADS = 256
-_LONGEST_TOKEN = 256  # characters, on average over a text
 
 if TYPE_CHECKING:
     import torch
 
     from qforge.models.model import Model
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 class LLM:
@@ -80,6 +76,7 @@ class LLM:
         self.max_context = self._opened.spec.max_positions
         self._block_size, self._max_num_seqs, self._max_step_tokens = block_size, where.max_num_seqs, where.max_step_tokens
         self._turn = CacheTurn()
+        self._prompts = PromptReader(self._opened.source, self._opened.tokenizer, self.max_context, self.runner.spec.vocab_size)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -135,24 +132,8 @@ class LLM:
         return self.runner.kernels()
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """(text or None, token ids) of a prompt. A chat template writes its own special tokens, so none are added to its text.
-
-        Raises:
-            DataError: the prompt is empty or of no known kind, or the model has no chat template.
-        """
-        if isinstance(prompt, str):
-            if not prompt:
-                raise DataError("it is empty; give at least one character (or a list with a token id)")
-            return prompt, self._known(list(self.tokenizer.encode(self._short(_whole(prompt)))))
-        items = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, bytes | Mapping) else [None]
-        if not items:
-            raise DataError("it is empty; give at least one token")
-        if all(isinstance(i, Integral) and not isinstance(i, bool) for i in items):
-            return None, self._known([int(i) for i in items if isinstance(i, Integral)])
-        if all(isinstance(i, Mapping) and isinstance(i.get("role"), str) and isinstance(i.get("content"), str) for i in items):
-            text = self._short(_whole(self._render(items)))
-            return text, self._known(list(self.tokenizer.encode(text, add_special_tokens=False)))
-        raise DataError("it is neither a text, nor a list of token ids, nor a list of messages with role and content")
+        """(text or None, token ids) of a prompt; see `PromptReader.tokenize`."""
+        return self._prompts.tokenize(prompt)
 
     def score(self, windows: list[list[int]]) -> Iterator[torch.Tensor]:
         """Yield fp32 logits `[c, V]` of each window's positions `chunks(len(window))` in turn; never more than 128 positions at once.
@@ -170,43 +151,13 @@ class LLM:
             if blocks > self.num_blocks:
                 raise DataError(f"a window of {len(window)} tokens is longer than the cache of {self.num_blocks * self._block_size}; use a smaller window, or more num_blocks")
             params = SamplingParams(max_tokens=1)
-            sequence = seq.Sequence(0, self._known(list(window)), len(window), params, 0, len(window), frozenset(), block_table=list(range(blocks)))
+            sequence = seq.Sequence(0, self._prompts.known(list(window)), len(window), params, 0, len(window), frozenset(), block_table=list(range(blocks)))
             self._turn.take(sequence, call=True)
             try:
                 for start, stop in chunks(len(window)):
                     yield self.runner.step(build_step([Piece(sequence, start, stop)], self._block_size, all_logits=True))
             finally:
                 self._turn.give_back(sequence)
-
-    def _short(self, text: str) -> str:
-        """The text; refused before it is split where no model could hold its tokens."""
-        most = _LONGEST_TOKEN * self.max_context
-        if len(text) > most:
-            raise DataError(f"it has {len(text):,} characters; the model's context of {self.max_context:,} tokens holds fewer than {most:,}")
-        return text
-
-    def _known(self, ids: list[int]) -> list[int]:
-        size = self.runner.spec.vocab_size
-        wrong = next((t for t in ids if not 0 <= t < size), None)
-        if wrong is not None:
-            raise DataError(f"token {wrong} is not in the model's vocabulary of {size}")
-        return ids
-
-    def _render(self, messages: list[Any]) -> str:
-        if not self.tokenizer.chat_template:
-            raise DataError(f"'{self._opened.source}' has no chat template; give a text instead of messages")
-        try:
-            return apply_template(messages, self.tokenizer, add_generation_prompt=True)
-        except DataError as e:
-            raise DataError(f"'{self._opened.source}': {e}") from e
-
-
-def _whole(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        raise DataError("it holds half a character (a lone surrogate); give valid Unicode") from e
-    return text
 
 
 def _output(engine: Engine, prompt: str | None, s: seq.Sequence) -> Output:

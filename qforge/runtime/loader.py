@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from qforge.errors import ModelError, UnsupportedError
+from qforge.errors import ModelError, NotOnRuntimeError
 from qforge.models.model import Model
 from qforge.models.tying import HEAD, shared_table
 from qforge.ops.layers import AttentionParameters
@@ -22,12 +22,12 @@ def read(model: Model, place: Place | None = None) -> Weights:
     """All weights, packed for a place (this machine's processor unless given), as `Decoder` and `GpuDecoder` take them.
 
     Raises:
-        UnsupportedError: a family that the runtime does not list; the message says what runs it.
+        NotOnRuntimeError: a family that the runtime does not list; the message says what runs it.
         ModelError: a tensor is missing or damaged.
     """
     reason = supports(model.spec)
     if reason is not None or model.spec is None:
-        raise UnsupportedError(f"'{model.source}' cannot run on the built-in runtime: {reason}; transformers loads it as it is, and eval --engine transformers measures it")
+        raise NotOnRuntimeError(f"'{model.source}' cannot run on the built-in runtime: {reason}; generate and eval take transformers for it")
     spec = with_kv_scales(model, model.spec)
     reader = Reader(model, spec, place or Host())
     layers = [reader.layer(i) for i in range(spec.num_layers)]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qforge.cli.main import main
 from qforge.runtime import LLM, SamplingParams
@@ -54,6 +55,23 @@ def test_it_runs_as_the_options_say(model: Path, capsys: pytest.CaptureFixture[s
     assert wanted.token_ids != LLM(str(model)).generate(["The small"], params)[0].token_ids
     assert _run("generate", model, "--prompt", "The small", "--threads", 100_000) == 2
     assert "threads is 100000" in capsys.readouterr().err
+
+
+def test_a_family_that_the_runtime_does_not_list_runs_on_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tiny.make(tmp_path / "olmo2", "olmo2")
+    assert _run("generate", other, "--prompt", "The small", "--max-tokens", 5, "--json", "-") == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)["outputs"][0]
+    assert "take transformers for it, in fp32" in err
+    module = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+    given = torch.tensor([found["prompt_token_ids"]])
+    wanted = module.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=5, do_sample=False)[0, given.shape[1] :].tolist()
+    assert found["token_ids"] == wanted
+    assert found["finish_reason"] == ("length" if len(wanted) == 5 else "stop")
+    assert found["text"] == AutoTokenizer.from_pretrained(other).decode(wanted, skip_special_tokens=True)
+    for wrong in (("--activations", "int8"), ("--kv-cache", "int8")):
+        assert _run("generate", other, "--prompt", "The small", *wrong) == 2
+        assert "runs on transformers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ the load of vs_llama_cpp.py.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -18,11 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "llama_cpp"))
 from load import mixed
-from vs_llama_cpp import told, weights_of
+from saved import machine, place, rounds_said, save, spread, told
+from vs_llama_cpp import weights_of
 
-from qforge.ops.native_module import instruction_sets
 from qforge.runtime import LLM, SamplingParams
-from qforge.stages.outcome import environment
 
 HERE = Path(__file__).parent
 PROMPT, NEW, ALONE, TOGETHER = 256, 192, 6, 32
@@ -79,27 +77,26 @@ def main() -> int:
         outputs = sum(map(len, tokens))
         rows.append({"case": name, "outputs": outputs, "steps": [steps, fewer], "seconds": [[plain[0], guessed[0]] for plain, guessed in rounds]})
         print(line(rows[-1]), file=sys.stderr, flush=True)
-    content = {"command": told("prompt_lookup"), "weights": weights_of(args.model), "activations": args.activations, "environment": environment(), "rows": rows}
-    machine = content["environment"]["cpu"], next(iter(instruction_sets()), "")
+    content = {"command": told("prompt_lookup"), "weights": weights_of(args.model), "activations": args.activations, "environment": machine(), "rows": rows}
     head = [
         "# Guesses by prompt lookup", "", f"`{content['command']}`", "",
-        f"{content['weights']}, {args.activations} activations; {', '.join(machine)}. Medians of {args.rounds} rounds, both in turn; every token is the same with and without.", "",
+        f"qforge {content['environment']['qforge']}, {content['weights']}, {args.activations} activations; {place(content['environment'])}. "
+        f"{rounds_said(args.rounds)}, both in turn; every token is the same with and without.", "",
         "| | without, tokens/s | with, tokens/s | ratio | steps without | with |", "|---|---|---|---|---|---|",
     ]  # fmt: skip
     text = "\n".join(head + [line(r) for r in rows])
     print(text)
     if args.save:
-        (HERE / "results" / f"prompt_lookup-{args.save}.json").write_text(json.dumps(content, indent=1) + "\n")
-        (HERE / "results" / f"prompt_lookup-{args.save}.md").write_text(text + "\n")
+        save("prompt_lookup", args.save, content, text)
     return 0
 
 
 def line(row: dict) -> str:
     """One case."""
     without, with_guesses = (statistics.median(row["outputs"] / s[i] for s in row["seconds"]) for i in (0, 1))
-    ratios = sorted(a / b for a, b in row["seconds"])
+    ratio = spread(a / b for a, b in row["seconds"])
     steps = " | ".join(map(str, row["steps"]))
-    return f"| {row['case']} | {without:.0f} | {with_guesses:.0f} | {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) | {steps} |"
+    return f"| {row['case']} | {without:.0f} | {with_guesses:.0f} | {ratio} | {steps} |"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,12 @@ RESULTS = Path(__file__).parent / "results"
 def told(name: str) -> str:
     """The command, files by name: without this machine's folders."""
     limits = [f"{name}={os.environ[name]}" for name in ("QFORGE_ISA", "ONEDNN_MAX_CPU_ISA") if name in os.environ]
-    return " ".join([*limits, f"python benchmarks/{name}.py", *(Path(a).name if "/" in a else a for a in sys.argv[1:])])
+    return " ".join([*limits, f"python benchmarks/{name}.py", *map(_bare, sys.argv[1:])])
+
+
+def _bare(argument: str) -> str:
+    flag, is_one, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    return flag + is_one + (Path(value).name if "/" in value else value)
 
 
 def machine(**more: Any) -> dict[str, Any]:

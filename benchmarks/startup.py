@@ -11,6 +11,7 @@ llama.cpp runs in the xllamacpp wheel without its warm-up.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import statistics
@@ -21,11 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vs_llama_cpp import export, told
+from saved import machine, place, rounds_said, save, spread, told
+from vs_llama_cpp import export
 
-from qforge.ops.native_module import instruction_sets
 from qforge.scheme import ACTIVATIONS
-from qforge.stages.outcome import environment
 
 HERE = Path(__file__).parent
 PROMPT = "The capital of France is"
@@ -42,12 +42,11 @@ def main() -> int:
         run(args, ours), run(args, theirs)  # packs and caches; reads both files once
         rounds = [(run(args, ours), run(args, theirs)) for _ in range(args.rounds)]
     content = {"command": told("startup"), "threads": args.threads, "activations": args.activations, "rounds": rounds,
-               "environment": environment() | {"instruction_set": next(iter(instruction_sets()), None)}}  # fmt: skip
+               "environment": machine(xllamacpp=importlib.metadata.version("xllamacpp"))}  # fmt: skip
     text = page(content)
     print(text)
     if args.save:
-        (HERE / "results" / f"startup-{args.save}.json").write_text(json.dumps(content, indent=1) + "\n")
-        (HERE / "results" / f"startup-{args.save}.md").write_text(text + "\n")
+        save("startup", args.save, content, text)
     return 0
 
 
@@ -68,23 +67,22 @@ def run(args: argparse.Namespace, command: list[str]) -> Times:
     done = subprocess.run([*command, PROMPT, args.activations, str(args.threads), "3"], capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
         raise SystemExit(f"{command[1]} ended with {done.returncode}: {done.stderr[-2000:]}")
-    told: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return {"new": (told["first"] - begin) * 1e3, **{name: statistics.median(told[name]) * 1e3 for name in ("warm", "request")}}
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return {"new": (found["first"] - begin) * 1e3, **{name: statistics.median(found[name]) * 1e3 for name in ("warm", "request")}}
 
 
 def page(content: dict[str, Any]) -> str:
     """The table; a ratio below 1 is ours being faster."""
-    machine = content["environment"]
+    where = content["environment"]
     lines = [
         f"# Start to first token beside llama.cpp ({content['activations']} activations, {content['threads']} threads)", "", f"`{content['command']}`", "",
-        f"{machine.get('cpu', '')}, {machine['instruction_set']}. Medians of {len(content['rounds'])} rounds, both in turn.", "",
+        f"qforge {where['qforge']}; xllamacpp {where['xllamacpp']}; {place(where)}. {rounds_said(len(content['rounds']))}, both in turn.", "",
         "| | qforge | llama.cpp | time of ours to theirs |", "|---|---|---|---|",
     ]  # fmt: skip
     for name, label in ROWS.items():
         pairs = [(ours[name], theirs[name]) for ours, theirs in content["rounds"]]
-        ratios = sorted(a / b for a, b in pairs)
         ours, theirs = (statistics.median(p[i] for p in pairs) for i in (0, 1))
-        lines.append(f"| {label} | {ours:.0f} | {theirs:.0f} | {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) |")
+        lines.append(f"| {label} | {ours:.0f} | {theirs:.0f} | {spread(a / b for a, b in pairs)} |")
     return "\n".join(lines)
 
 

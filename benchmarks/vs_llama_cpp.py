@@ -25,23 +25,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "llama_cpp"))
 from load import mixed
+from saved import machine, place, rounds_said, save, spread, told
 from served import Engine
 
 from qforge.export.inspection import inspect
-from qforge.ops.native_module import instruction_sets
 from qforge.runtime.bench import read_bandwidth
 from qforge.scheme import ACTIVATIONS
-from qforge.stages.outcome import environment
 
 HERE = Path(__file__).parent
 FIGURES = ("decode", "prefill", "mixed")
 Round = dict[str, dict[str, Any]]
-
-
-def told(name: str) -> str:
-    """The command, files by name: without this machine's folders."""
-    limits = [f"{name}={os.environ[name]}" for name in ("QFORGE_ISA", "ONEDNN_MAX_CPU_ISA") if name in os.environ]
-    return " ".join([*limits, f"python benchmarks/{name}.py", *(Path(a).name if "/" in a else a for a in sys.argv[1:])])
 
 
 def main() -> int:
@@ -52,13 +45,12 @@ def main() -> int:
     content = {
         "command": told("vs_llama_cpp"), "activations": args.activations, "threads": args.threads,
         "weights": weights_of(args.model),
-        "environment": environment() | {"instruction_set": next(iter(instruction_sets()), None), "read_bandwidth": read_bandwidth(args.threads)}, "rounds": rounds,
+        "environment": machine(read_bandwidth=read_bandwidth(args.threads)), "rounds": rounds,
     }  # fmt: skip
     text = page(content)
     print(text)
     if args.save:
-        (HERE / "results" / f"vs_llama_cpp-{args.save}.json").write_text(json.dumps(content, indent=1) + "\n")
-        (HERE / "results" / f"vs_llama_cpp-{args.save}.md").write_text(text + "\n")
+        save("vs_llama_cpp", args.save, content, text)
     return 0
 
 
@@ -145,13 +137,12 @@ def work(python: Path, script: str, request: dict[str, Any], folder: Path) -> di
 
 def page(content: dict[str, Any]) -> str:
     """The table."""
-    machine = content["environment"]
-    first = content["rounds"][0]
+    where, first = content["environment"], content["rounds"][0]
     head = [
         f"# qforge beside llama.cpp ({content['activations']} activations, {content['threads']} threads)", "", f"`{content['command']}`", "",
         f"{first['ours']['version']}, {content['weights']}; {first['llama.cpp']['version']}, of each figure the best of its files and numbers of threads ("
-        f"{'; '.join(f'{name}: {what}' for name, what in first['llama.cpp']['from'].items())}); {machine.get('cpu', '')}, {machine['instruction_set']}, "
-        f"memory read at {machine['read_bandwidth'] / 1e9:.1f} GB/s. Medians of {len(content['rounds'])} rounds, both in turn.", "",
+        f"{'; '.join(f'{name}: {what}' for name, what in first['llama.cpp']['from'].items())}); {place(where)}, "
+        f"memory read at {where['read_bandwidth'] / 1e9:.1f} GB/s. {rounds_said(len(content['rounds']))}, both in turn.", "",
         "| | qforge | llama.cpp | ratio |", "|---|---|---|---|",
     ]  # fmt: skip
     return "\n".join(head + [line for name in ROWS if (line := row(name, content["rounds"])) is not None])
@@ -170,9 +161,9 @@ def row(name: str, rounds: list[Round], other: str = "llama.cpp") -> str | None:
     pairs = [(value(r["ours"], name), value(r[other], name)) for r in rounds]
     if any(a is None or b is None for a, b in pairs):
         return None
-    ratios = sorted(b / a if "_ms" in name else a / b for a, b in pairs if a is not None and b is not None)
+    ratios = [b / a if "_ms" in name else a / b for a, b in pairs if a is not None and b is not None]
     ours, theirs = (statistics.median(p[i] or 0.0 for p in pairs) for i in (0, 1))
-    return f"| {ROWS[name]} | {ours:.1f} | {theirs:.1f} | {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) |"
+    return f"| {ROWS[name]} | {ours:.1f} | {theirs:.1f} | {spread(ratios)} |"
 
 
 def value(answer: dict[str, Any], name: str) -> float | None:

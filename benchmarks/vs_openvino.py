@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from ceiling import integer_rate, multiplications, said
+from saved import machine, place, rounds_said, save, spread, told
 from served import Engine
-from vs_llama_cpp import HERE, ROWS, Round, mixed, row, told, value, weights_of
+from vs_llama_cpp import ROWS, Round, mixed, row, value, weights_of
 
 from qforge.ops.native_module import instruction_sets
 from qforge.runtime.bench import read_bandwidth
 from qforge.scheme import ACTIVATIONS
-from qforge.stages.outcome import environment
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,14 @@ def main(other: Other = OPENVINO, doc: str | None = __doc__) -> int:
     best_rate = max((r for r in (before, rate()) if r is not None), default=None)  # a host may be slow at either time
     content = {
         "command": told(other.benchmark), "activations": args.activations, "threads": args.threads, "weights": weights_of(args.model),
-        "environment": environment() | {"instruction_set": first_set, "read_bandwidth": read_bandwidth(args.threads)}, "rounds": rounds,
+        "environment": machine(read_bandwidth=read_bandwidth(args.threads)), "rounds": rounds,
         "load": {"multiplications": multiplications(args.model, requests), "outputs": sum(r["output"] for r in requests), "integer_rate": best_rate},
         "least_steps": least,
     }  # fmt: skip
     text = page(content, other)
     print(text)
     if args.save:
-        (HERE / "results" / f"{other.benchmark}-{args.save}.json").write_text(json.dumps(content, indent=1) + "\n")
-        (HERE / "results" / f"{other.benchmark}-{args.save}.md").write_text(text + "\n")
+        save(other.benchmark, args.save, content, text)
     return 0
 
 
@@ -127,12 +126,12 @@ def without_steps(rounds: list[Round]) -> dict[str, float]:
 
 def page(content: dict[str, Any], other: Other) -> str:
     """The table."""
-    machine, first = content["environment"], content["rounds"][0]
+    where, first = content["environment"], content["rounds"][0]
     head = [
         f"# qforge beside {other.name} ({content['threads']} threads)", "", f"`{content['command']}`", "",
         f"{first['ours']['version']}, {content['weights']}, {content['activations']} activations; "
-        f"{first['theirs']['version']}, {first['theirs']['precisions']}; {other.runs}; {machine.get('cpu', '')}, "
-        f"{machine['instruction_set']}, memory read at {machine['read_bandwidth'] / 1e9:.1f} GB/s. Medians of {len(content['rounds'])} rounds, both in turn.", "",
+        f"{first['theirs']['version']}, {first['theirs']['precisions']}; {other.runs}; {place(where)}, "
+        f"memory read at {where['read_bandwidth'] / 1e9:.1f} GB/s. {rounds_said(len(content['rounds']))}, both in turn.", "",
         f"| | qforge | {other.name} | ratio |", "|---|---|---|---|",
     ]  # fmt: skip
     of_load, theirs = content["load"], [v for r in content["rounds"] if (v := value(r["theirs"], "mixed.tokens_per_second")) is not None]
@@ -142,7 +141,9 @@ def page(content: dict[str, Any], other: Other) -> str:
 
 
 def quiet(content: dict[str, Any], other: Other) -> str:
-    """Each engine's best of all rounds: a busy host only ever takes speed away."""
+    """Each engine's best of all rounds, where there are several: a busy host only ever takes speed away."""
+    if len(content["rounds"]) == 1:
+        return ""
     ours, theirs = (max(r[who]["mixed"]["tokens_per_second"] for r in content["rounds"]) for who in ("ours", "theirs"))
     text = f"Each one's best of all rounds, nearest to a quiet machine: {ours:.0f} and {theirs:.0f} output tokens/s ({other.name}), {ours / theirs:.2f} times"
     least = content["least_steps"]
@@ -153,11 +154,11 @@ def quiet(content: dict[str, Any], other: Other) -> str:
 
 def guesses(rounds: list[Round], other: Other) -> str:
     """What prompt lookup changes, and the load as each engine comes: ours guesses, others do not."""
-    ratios = sorted(r["ours"]["lookup"]["tokens_per_second"] / r["theirs"]["mixed"]["tokens_per_second"] for r in rounds)
+    ratio = spread(r["ours"]["lookup"]["tokens_per_second"] / r["theirs"]["mixed"]["tokens_per_second"] for r in rounds)
     changed = {name: rounds[0][who].get("changed") for name, who in (("qforge's", "ours"), (f"{other.name}'s", "theirs"))}
     return (
         f"Prompt lookup changes {' and '.join(f'{n} of {name} 32 continuations' for name, n in changed.items() if n is not None)}. "
-        f"As each comes (ours with it, {other.name} without) ours makes {statistics.median(ratios):.2f} times the output tokens/s ({ratios[0]:.2f}-{ratios[-1]:.2f}). "
+        f"As each comes (ours with it, {other.name} without) ours makes {ratio} times the output tokens/s. "
         "Random prompts make a model repeat itself; benchmarks/prompt_lookup.py has what others gain."
     )
 

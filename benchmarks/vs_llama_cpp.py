@@ -29,7 +29,7 @@ from saved import machine, place, rounds_said, save, spread, told
 from served import Engine
 
 from qforge.export.inspection import inspect
-from qforge.runtime.bench import read_bandwidth
+from qforge.runtime.read_speed import read_bandwidth
 from qforge.scheme import ACTIVATIONS
 
 HERE = Path(__file__).parent

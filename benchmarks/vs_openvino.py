@@ -29,7 +29,7 @@ from served import Engine
 from vs_llama_cpp import ROWS, Round, mixed, row, value, weights_of
 
 from qforge.ops.native_module import instruction_sets
-from qforge.runtime.bench import read_bandwidth
+from qforge.runtime.read_speed import read_bandwidth
 from qforge.scheme import ACTIVATIONS
 
 

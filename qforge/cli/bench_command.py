@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from qforge.cli import options
 from qforge.files import write_text
 from qforge.scheme import ACTIVATIONS, ACTIVATIONS_MEAN
+
+if TYPE_CHECKING:
+    from qforge.stages.meter import Meter
 
 
 @click.command(name="bench")
@@ -29,7 +33,8 @@ from qforge.scheme import ACTIVATIONS, ACTIVATIONS_MEAN
 @click.option("--json", "json_path", metavar="FILE", help="Write the figures to a file; - writes only JSON to stdout.")
 @click.option("--tune", is_flag=True, help="Instead, find the fastest tiles for MODEL's products on this machine's GPU, and keep them in the cache folder for every later run.")
 def command(model: str, activations: str, kv_cache: str | None, device: options.Device, json_path: str | None, tune: bool) -> None:
-    """Measure MODEL: prefill and decode speed, time to first token, time per token, memory, loading time, and how much of the memory's bandwidth decoding uses."""
+    """Measure MODEL: prefill and decode speed, time to first token (also that of a new process, from its start), time per token, memory, loading time, and how much of the
+    memory's bandwidth decoding uses."""
     if tune:
         from qforge.cli.tiles import tune_tiles
 
@@ -47,23 +52,35 @@ def command(model: str, activations: str, kv_cache: str | None, device: options.
 
 
 def _measure(model: str, kinds: list[str], kv_cache: str | None, device: options.Device) -> dict[str, Any]:
-    """Times to first token and per token, and the loading time, are those of the first kind."""
+    """Times to first token and per token, and the loading time, are those of the first kind. Memory is read before and after each kind, and the fastest counts: a shared
+    machine is half as fast a minute later."""
     from qforge.ops.native_module import default_threads, instruction_sets
     from qforge.runtime import LLM
-    from qforge.runtime.bench import measure, read_bandwidth
-
-    bandwidth = read_bandwidth() if device.name == "cpu" else None
-    runs, kernels, seconds, recorded, stored = [], {}, [], None, kv_cache
-    for kind in kinds:
-        start = time.perf_counter()
-        llm = LLM(model, activations=kind, kv_cache=kv_cache, device=device.name, tensor_parallel=device.processes)
-        seconds.append(time.perf_counter() - start)
-        kernels[kind], recorded, stored = llm.kernels(), llm.recorded, llm.kv_cache
-        runs.append(measure(llm, kind, bandwidth))
-        del llm
+    from qforge.runtime.bench import beside_bandwidth, measure
+    from qforge.runtime.new_process import start_to_first_token
+    from qforge.runtime.read_speed import last_level_cache, read_bandwidth
+    from qforge.stages.meter import Meter
     from qforge.stages.outcome import environment
 
-    machine = {"threads": default_threads(), "instruction_set": next(iter(instruction_sets()), None), "read_bandwidth": bandwidth}
+    options = {"kv_cache": kv_cache, "device": device.name, "tensor_parallel": device.processes}
+    read = read_bandwidth if device.name == "cpu" else lambda: None
+    runs, kernels, seconds, recorded, stored, bandwidths, meter = [], {}, [], None, kv_cache, [read()], Meter()
+    for kind in kinds:
+        with meter.stage(kind):
+            start = time.perf_counter()
+            llm = LLM(model, activations=kind, **options)
+            seconds.append(time.perf_counter() - start)
+            kernels[kind], recorded, stored = llm.kernels(), llm.recorded, llm.kv_cache
+            runs.append(measure(llm, kind))
+        del llm
+        bandwidths.append(read())
+    _return_memory(device)
+    new_process = {"activations": kinds[0], **start_to_first_token(model, {"activations": kinds[0], **options})}
+    bandwidth = max((b for b in bandwidths if b is not None), default=None)
+    machine = {
+        "threads": default_threads(), "instruction_set": next(iter(instruction_sets()), None), "read_bandwidth": bandwidth, "read_bandwidths": bandwidths,
+        "last_level_cache_bytes": last_level_cache(),
+    }  # fmt: skip
     return {
         "environment": environment()
         | machine
@@ -74,29 +91,52 @@ def _measure(model: str, kinds: list[str], kv_cache: str | None, device: options
             "tensor_parallel": device.processes,
             "recorded_steps": recorded,
         },
-        **{name: [row for run in runs for row in run[name]] for name in ("prefill", "decode")},
+        "prefill": [row for run in runs for row in run["prefill"]],
+        "decode": [beside_bandwidth(row, bandwidth) for run in runs for row in run["decode"]],
         **{name: runs[0][name] for name in ("ttft_ms", "tpot_ms")},
-        "peak_rss_bytes": _peak_rss(),
+        "peak_rss_bytes": _peak_rss(meter),
         "load_seconds": seconds[0],
+        "new_process": new_process,
     }
+
+
+def _return_memory(device: options.Device) -> None:
+    """What closed models held of a GPU, which PyTorch keeps for the next one, goes back: another process wants it."""
+    if device.name != "cpu":
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _show(result: dict[str, Any]) -> None:
     for row in result["prefill"]:
         click.echo(f"prefill  {row['activations']:4s} batch {row['batch']:3d}, {row['tokens']:4d} tokens   {row['tokens_per_second']:9.1f} tokens/s")
     for row in result["decode"]:
-        share = "" if row["read_bandwidth_fraction"] is None else f"  {row['read_bandwidth_fraction']:4.0%} of the read bandwidth"
+        note = "" if row["read_bandwidth_note"] is None else f" ({row['read_bandwidth_note']})"
+        share = "" if row["read_bandwidth_fraction"] is None else f"  {row['read_bandwidth_fraction']:4.0%} of the read bandwidth{note}"
         click.echo(f"decode   {row['activations']:4s} batch {row['batch']:3d}, context {row['context']:4d}  {row['tokens_per_second']:9.1f} tokens/s{share}")
     for key, name in (("ttft_ms", "first token"), ("tpot_ms", "each further token")):
-        click.echo(f"{name:36s} {result[key]['p50']:9.1f} ms (p99 {result[key]['p99']:.1f})")
+        times = result[key]
+        said = f"{name}, {times['activations']}, prompt of {times['prompt_tokens']} tokens"
+        click.echo(f"{said:52s} {times['p50']:9.1f} ms (p99 {times['p99']:.1f})")
+    _show_start(result["new_process"])
     recorded = result["environment"]["recorded_steps"]
     if recorded is not None:
         click.echo(f"decode steps of {', '.join(map(str, recorded['sizes']))} sequences recorded in {recorded['seconds']:.1f} s")
     bandwidth = result["environment"]["read_bandwidth"]
     read = "" if bandwidth is None else f", memory read at {bandwidth / 1e9:.1f} GB/s"
-    click.echo(f"loaded in {result['load_seconds']:.1f} s, peak memory {result['peak_rss_bytes'] / 2**20:.0f} MiB{read}")
+    click.echo(f"opened by this running process in {result['load_seconds']:.2f} s, peak memory {result['peak_rss_bytes'] / 2**20:.0f} MiB{read}")
 
 
-def _peak_rss() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def _show_start(start: dict[str, Any]) -> None:
+    if start["first_token_ms"] is None:
+        click.echo(f"start of a new process to its first token, {start['activations']}: not measured, it failed: {start['failed']}")
+        return
+    said = f"start of a new process to its first token, {start['activations']}, prompt of {start['prompt_tokens']} tokens"
+    click.echo(f"{said:52s} {start['first_token_ms']:9.1f} ms")
+
+
+def _peak_rss(meter: Meter) -> int:
+    """Bytes; without what reading memory took."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if sys.platform == "darwin" else max(meter.peaks.values())

@@ -8,26 +8,22 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from qforge.ops.native_module import context, missing
 from qforge.runtime.engine import Engine
 from qforge.runtime.llm import LLM
+from qforge.runtime.read_speed import cache_note
 from qforge.runtime.sequence import SamplingParams
 
 _REPEATS = 5
-_FAR_BYTES = 512 << 20  # more than any last-level cache holds
 _PREFILL = ((128, 1), (512, 1), (128, 8))
 _BATCHES = (1, 8, 32)
 
 
-def measure(llm: LLM, activations: str = "fp", bandwidth: float | None = None) -> dict[str, Any]:
+def measure(llm: LLM, activations: str = "fp") -> dict[str, Any]:
     """The figures of `bench --json` that a loaded model gives: prefill, decode, ttft_ms, tpot_ms. Speeds are medians of repeated runs.
 
     Args:
         llm: the model.
         activations: what the rows are named after.
-        bandwidth: bytes per second; decode rows then say which fraction of it the weights and the cache that a step reads amount to.
     """
     room = llm.max_context
     length = min(128, room // 2)
@@ -35,9 +31,9 @@ def measure(llm: LLM, activations: str = "fp", bandwidth: float | None = None) -
     first = [_timed(_prefill(llm, length, 1)) * 1e3 for _ in range(2 * _REPEATS)]
     return {
         "prefill": [{"tokens": n, "batch": b, "activations": activations, "tokens_per_second": n * b / _median(_prefill(llm, n, b))} for n, b in _PREFILL if n < room],
-        "decode": [_row(llm, activations, b, length, statistics.median(s), bandwidth) for b, s in steps.items()],
-        "ttft_ms": _percentiles(first),
-        "tpot_ms": _percentiles([s * 1e3 for s in steps[1]]),
+        "decode": [_row(llm, activations, b, length, statistics.median(s)) for b, s in steps.items()],
+        "ttft_ms": {"activations": activations, "prompt_tokens": length, **_percentiles(first)},
+        "tpot_ms": {"activations": activations, "prompt_tokens": length, **_percentiles([s * 1e3 for s in steps[1]])},
     }
 
 
@@ -47,18 +43,19 @@ def decode_speed(llm: LLM) -> float | None:
     return 1 / seconds if seconds > 0 else None
 
 
-def read_bandwidth(threads: int | None = None) -> float | None:
-    """Bytes per second that all threads together read from memory, one after the other; the best of some runs. None without the native module."""
-    if missing() is not None:
-        return None
-    native, words = context(threads), np.ones(_FAR_BYTES // 8, np.uint64)
-    return float(words.nbytes / min(_timed(lambda: native.read(words.ctypes.data, len(words))) for _ in range(_REPEATS)))
+def beside_bandwidth(row: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
+    """A row of `decode` with the fraction of the bandwidth (bytes per second) at which a step reads weights and cache, and with what is to be known of it (`cache_note`)."""
+    if bandwidth is None:
+        return {**row, "read_bandwidth_fraction": None, "read_bandwidth_note": None}
+    read = row["weight_bytes"] + row["cache_bytes"]
+    return {**row, "read_bandwidth_fraction": read * row["tokens_per_second"] / row["batch"] / bandwidth, "read_bandwidth_note": cache_note(row["weight_bytes"])}
 
 
-def _row(llm: LLM, activations: str, batch: int, context_length: int, seconds: float, bandwidth: float | None) -> dict[str, Any]:
-    cached = batch * context_length * llm.cache_token_bytes
-    fraction = None if bandwidth is None else (llm.runner.weight_bytes() + cached) / seconds / bandwidth
-    return {"batch": batch, "context": context_length, "activations": activations, "tokens_per_second": batch / seconds, "read_bandwidth_fraction": fraction}
+def _row(llm: LLM, activations: str, batch: int, context_length: int, seconds: float) -> dict[str, Any]:
+    return {
+        "batch": batch, "context": context_length, "activations": activations, "tokens_per_second": batch / seconds,
+        "weight_bytes": llm.runner.weight_bytes(), "cache_bytes": batch * context_length * llm.cache_token_bytes,
+    }  # fmt: skip
 
 
 def _prompt(llm: LLM, tokens: int, seed: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qforge.cli.main import main
-from qforge.runtime import LLM, SamplingParams
+from qforge.runtime import LLM, SamplingParams, read_speed
 from qforge.scheme import ACTIVATIONS
 
 
@@ -116,15 +117,33 @@ def test_bad_flags_exit_with_2(model: Path, flags: list[str]) -> None:
 def test_bench_writes_the_keys_of_the_contract(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("bench", model, "--json", "-") == 0
     result = json.loads(capsys.readouterr().out)
-    assert set(result) == {"environment", "prefill", "decode", "ttft_ms", "tpot_ms", "peak_rss_bytes", "load_seconds"}
+    assert set(result) == {"environment", "prefill", "decode", "ttft_ms", "tpot_ms", "peak_rss_bytes", "load_seconds", "new_process"}
     assert [tuple(r.values())[:3] for r in result["prefill"]] == [(n, b, a) for a in ACTIVATIONS for n, b in ((128, 1), (128, 8))]
     assert [set(r) for r in result["prefill"]] == [{"tokens", "batch", "activations", "tokens_per_second"}] * 2 * len(ACTIVATIONS)
     assert [(r["batch"], r["context"], r["activations"]) for r in result["decode"]] == [(b, 128, a) for a in ACTIVATIONS for b in (1, 8, 32)]
     assert all(r["read_bandwidth_fraction"] > 0 for r in result["decode"])
-    assert result["environment"]["read_bandwidth"] > 1e8
+    measured = result["environment"]["read_bandwidths"]
+    assert len(measured) == 1 + len(ACTIVATIONS)
+    assert result["environment"]["read_bandwidth"] == max(measured) > 1e8
     assert all(r["tokens_per_second"] > 0 for r in result["prefill"] + result["decode"])
+    assert [(result[name]["activations"], result[name]["prompt_tokens"]) for name in ("ttft_ms", "tpot_ms")] == [(ACTIVATIONS[0], 128)] * 2
     assert result["ttft_ms"]["p50"] <= result["ttft_ms"]["p99"]
     assert result["peak_rss_bytes"] > 1 << 26
+    assert set(result["new_process"]) == {"activations", "first_token_ms", "prompt_tokens"}
+    assert result["new_process"]["first_token_ms"] > max(1e3 * result["load_seconds"], 10)
+
+
+def test_bench_says_of_what_its_figures_are(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_speed, "last_level_cache", lambda: 300 << 20)
+    assert _run("bench", model, "--activations", "int8") == 0
+    lines = capsys.readouterr().out.splitlines()
+    decode = [line for line in lines if line.startswith("decode")]
+    assert len(decode) == 3
+    assert all(line.endswith("% of the read bandwidth (weights may lie in the 300 MiB last-level cache)") for line in decode)
+    assert any(line.startswith("first token, int8, prompt of 128 tokens  ") for line in lines)
+    assert any(line.startswith("each further token, int8, prompt of 128 tokens  ") for line in lines)
+    assert any(re.match(r"start of a new process to its first token, int8, prompt of \d+ tokens +[\d.]+ ms", line) for line in lines)
+    assert lines[-1].startswith("opened by this running process in ")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

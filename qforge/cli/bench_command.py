@@ -62,20 +62,20 @@ def _measure(model: str, kinds: list[str], kv_cache: str | None, device: options
     from qforge.stages.meter import Meter
     from qforge.stages.outcome import environment
 
-    options = {"kv_cache": kv_cache, "device": device.name, "tensor_parallel": device.processes}
+    how: dict[str, Any] = {"kv_cache": kv_cache, "device": device.name, "tensor_parallel": device.processes}
     read = read_bandwidth if device.name == "cpu" else lambda: None
     runs, kernels, seconds, recorded, stored, bandwidths, meter = [], {}, [], None, kv_cache, [read()], Meter()
     for kind in kinds:
         with meter.stage(kind):
             start = time.perf_counter()
-            llm = LLM(model, activations=kind, **options)
+            llm = LLM(model, activations=kind, **how)
             seconds.append(time.perf_counter() - start)
             kernels[kind], recorded, stored = llm.kernels(), llm.recorded, llm.kv_cache
             runs.append(measure(llm, kind))
         del llm
         bandwidths.append(read())
     _return_memory(device)
-    new_process = {"activations": kinds[0], **start_to_first_token(model, {"activations": kinds[0], **options})}
+    new_process = {"activations": kinds[0], **start_to_first_token(model, {"activations": kinds[0], **how})}
     bandwidth = max((b for b in bandwidths if b is not None), default=None)
     machine = {
         "threads": default_threads(), "instruction_set": next(iter(instruction_sets()), None), "read_bandwidth": bandwidth, "read_bandwidths": bandwidths,

@@ -71,3 +71,20 @@ def test_rounding_activations_is_told_with_intervals(monkeypatch: pytest.MonkeyP
     assert 0 < rounded["kl_mean_ci95"][0] < rounded["kl_mean"] < rounded["kl_mean_ci95"][1]
     assert rounded["logits_off"] > 0
     assert re.fullmatch(r"\| fp \| int8 \| [+-]\S+ \(\S+ to \S+\) \| \S+ \(\S+ to \S+\) \| \S+ \(\S+ to \S+\) \| \S+ \|", activations.line(rounded))
+
+
+def test_kernels_are_timed_on_weights_that_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel's copies are as many bytes as is read of memory, and each is the same weight."""
+    kernels = _module(monkeypatch, "kernel_int4")
+    asked, seen = [], []
+    monkeypatch.setattr(kernels, "far_bytes", lambda least: asked.append(least) or 1 << 20)
+    monkeypatch.setattr(kernels, "ROUNDS", 1)
+    monkeypatch.setattr(kernels.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(kernels, "_copies", lambda weight, count, real=kernels._copies: seen.append((weight, real(weight, count))) or seen[-1][1])
+    rows = kernels.measure(256, 1, None)
+    assert asked == [128 << 20]
+    assert all(r["cold_bytes"] >= 1 << 20 and r["read_bytes_per_second"] > 0 for r in rows)
+    for weight, copies in seen:
+        assert sum(c.nbytes for c in copies) > 0.9 * (1 << 20)
+        assert len({c.codes.ctypes.data for c in copies}) == len(copies)
+        assert all((c.codes == weight.codes).all() and (c.scales == weight.scales).all() for c in copies)

@@ -54,13 +54,11 @@ def command(model: str, activations: str, kv_cache: str | None, device: options.
 def _measure(model: str, kinds: list[str], kv_cache: str | None, device: options.Device) -> dict[str, Any]:
     """Times to first token and per token, and the loading time, are those of the first kind. Memory is read before and after each kind, and the fastest counts: a shared
     machine is half as fast a minute later."""
-    from qforge.ops.native_module import default_threads, instruction_sets
     from qforge.runtime import LLM
     from qforge.runtime.bench import beside_bandwidth, measure
     from qforge.runtime.new_process import start_to_first_token
-    from qforge.runtime.read_speed import last_level_cache, read_bandwidth
+    from qforge.runtime.read_speed import read_bandwidth
     from qforge.stages.meter import Meter
-    from qforge.stages.outcome import environment
 
     how: dict[str, Any] = {"kv_cache": kv_cache, "device": device.name, "tensor_parallel": device.processes}
     read = read_bandwidth if device.name == "cpu" else lambda: None
@@ -76,28 +74,27 @@ def _measure(model: str, kinds: list[str], kv_cache: str | None, device: options
         bandwidths.append(read())
     _return_memory(device)
     new_process = {"activations": kinds[0], **start_to_first_token(model, {"activations": kinds[0], **how})}
-    bandwidth = max((b for b in bandwidths if b is not None), default=None)
-    machine = {
-        "threads": default_threads(), "instruction_set": next(iter(instruction_sets()), None), "read_bandwidth": bandwidth, "read_bandwidths": bandwidths,
-        "last_level_cache_bytes": last_level_cache(),
-    }  # fmt: skip
+    machine = _machine([b for b in bandwidths if b is not None])
+    ran = {"kernels": kernels, "kv_cache": stored, "device": device.name, "tensor_parallel": device.processes, "recorded_steps": recorded}
     return {
-        "environment": environment()
-        | machine
-        | {
-            "kernels": kernels,
-            "kv_cache": stored,
-            "device": device.name,
-            "tensor_parallel": device.processes,
-            "recorded_steps": recorded,
-        },
+        "environment": machine | ran,
         "prefill": [row for run in runs for row in run["prefill"]],
-        "decode": [beside_bandwidth(row, bandwidth) for run in runs for row in run["decode"]],
+        "decode": [beside_bandwidth(row, machine["read_bandwidth"]) for run in runs for row in run["decode"]],
         **{name: runs[0][name] for name in ("ttft_ms", "tpot_ms")},
         "peak_rss_bytes": _peak_rss(meter),
         "load_seconds": seconds[0],
         "new_process": new_process,
     }
+
+
+def _machine(bandwidths: list[float]) -> dict[str, Any]:
+    """Versions and machine, and how fast its memory was read each time."""
+    from qforge.ops.native_module import default_threads, instruction_sets
+    from qforge.runtime.read_speed import last_level_cache
+    from qforge.stages.outcome import environment
+
+    reading = {"read_bandwidth": max(bandwidths, default=None), "read_bandwidths": bandwidths, "last_level_cache_bytes": last_level_cache()}
+    return environment() | {"threads": default_threads(), "instruction_set": next(iter(instruction_sets()), None)} | reading
 
 
 def _return_memory(device: options.Device) -> None:
@@ -119,7 +116,7 @@ def _show(result: dict[str, Any]) -> None:
     for key, name in (("ttft_ms", "first token"), ("tpot_ms", "each further token")):
         times = result[key]
         said = f"{name}, {times['activations']}, prompt of {times['prompt_tokens']} tokens"
-        click.echo(f"{said:52s} {times['p50']:9.1f} ms (p99 {times['p99']:.1f})")
+        click.echo(f"{said:60s} {times['p50']:9.1f} ms (p99 {times['p99']:.1f})")
     _show_start(result["new_process"])
     recorded = result["environment"]["recorded_steps"]
     if recorded is not None:
@@ -130,11 +127,12 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _show_start(start: dict[str, Any]) -> None:
+    what = f"new process: start to first token, {start['activations']}"
     if start["first_token_ms"] is None:
-        click.echo(f"start of a new process to its first token, {start['activations']}: not measured, it failed: {start['failed']}")
+        click.echo(f"{what}: not measured, it failed: {start['failed']}")
         return
-    said = f"start of a new process to its first token, {start['activations']}, prompt of {start['prompt_tokens']} tokens"
-    click.echo(f"{said:52s} {start['first_token_ms']:9.1f} ms")
+    said = f"{what}, prompt of {start['prompt_tokens']} tokens"
+    click.echo(f"{said:60s} {start['first_token_ms']:9.1f} ms")
 
 
 def _peak_rss(meter: Meter) -> int:

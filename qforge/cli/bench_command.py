@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 @click.command(name="bench")
 @click.argument("model")
 @click.option("--activations", type=click.Choice(["all", *ACTIVATIONS]), default="all", show_default=True, help=ACTIVATIONS_MEAN)
-@click.option(
-    "--kv-cache",
-    type=click.Choice(["fp32", "fp16", "bf16", "int8", "fp8"]),
-    help="How keys and values are stored; fp32 equals the reference; bf16 is multiplied in bf16 too. On a GPU: fp16, int8, fp8. The default is fp8 where MODEL has scales for it, "
-    "else fp32, on a GPU fp16.",
-)
+@options.kv_cache
 @options.device
 @click.option("--json", "json_path", metavar="FILE", help="Write the figures to a file; - writes only JSON to stdout.")
 @click.option("--tune", is_flag=True, help="Instead, find the fastest tiles for MODEL's products on this machine's GPU, and keep them in the cache folder for every later run.")

@@ -15,7 +15,7 @@ FLAGS = {
     "export": ["--format", "--out", "--type"],
     "eval": ["--activations", "--against", "--device", "--engine", "--json", "--text", "--window"],
     "compare": ["--gate", "--json", "--out"],
-    "generate": ["--activations", "--device", "--json", "--max-tokens", "--prompt", "--prompts", "--seed", "--temperature"],
+    "generate": ["--activations", "--device", "--json", "--kv-cache", "--max-tokens", "--prompt", "--prompts", "--seed", "--temperature", "--threads", "--top-p"],
     "bench": ["--activations", "--device", "--json", "--kv-cache", "--tune"],
     "serve": ["--activations", "--host", "--port"],
     "inspect": ["--check", "--json"],

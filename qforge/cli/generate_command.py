@@ -11,7 +11,7 @@ import click
 
 from qforge.cli import options
 from qforge.cli.prompts import read_prompts
-from qforge.errors import DataError, NotOnRuntimeError, UnsupportedError
+from qforge.errors import DataError, NotOnRuntimeError
 from qforge.files import write_text
 from qforge.scheme import ACTIVATIONS, ACTIVATIONS_MEAN
 
@@ -25,16 +25,13 @@ if TYPE_CHECKING:
 @click.option("--prompts", metavar="FILE", type=click.Path(path_type=Path), help='JSON Lines, one {"prompt": ...} or {"messages": [...]} a line; all run in one batch.')
 @click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(min=1), help="Most new tokens for each prompt.")
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="0 is greedy.")
-@click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True), help="Sample among the fewest tokens whose probabilities reach this sum.")
 @click.option("--seed", type=click.IntRange(min=0), help="Sample the same tokens again; without it every run differs (unless greedy).")
 @click.option("--json", "json_path", metavar="FILE", help="Write {outputs: [...]} to a file; - writes only JSON to stdout.")
 @click.option("--activations", default="fp", show_default=True, type=click.Choice(ACTIVATIONS), help=ACTIVATIONS_MEAN)
-@options.kv_cache
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of the CPU's kernels; default: every core that this process may use.")
 @options.device
 def command(
-    model: str, prompt: str | None, prompts: Path | None, max_tokens: int, temperature: float, top_p: float, seed: int | None, json_path: str | None, activations: str,
-    kv_cache: str | None, threads: int | None, device: options.Device,
+    model: str, prompt: str | None, prompts: Path | None, max_tokens: int, temperature: float, seed: int | None, json_path: str | None, activations: str,
+    device: options.Device,
 ) -> None:  # fmt: skip
     """Continue prompts with MODEL: a directory, hub id, artifact, .gguf file, or demo."""
     if (prompt is None) == (prompts is None):
@@ -43,13 +40,13 @@ def command(
     from qforge.runtime import LLM, SamplingParams
     from qforge.runtime.running import most_sequences
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     most = None if device.name == "cpu" else min(len(given), most_sequences(device.name))  # a GPU records decode steps up to so many, which takes time
     try:
-        llm = LLM(model, activations=activations, kv_cache=kv_cache, threads=threads, device=device.name, tensor_parallel=device.processes, max_num_seqs=most)
+        llm = LLM(model, activations=activations, device=device.name, tensor_parallel=device.processes, max_num_seqs=most)
         outputs = llm.generate(given, params)
     except NotOnRuntimeError as e:
-        outputs = _on_transformers(e, model, given, params, activations, kv_cache, device)
+        outputs = _on_transformers(e, model, given, params, activations, device)
     text = json.dumps({"outputs": [asdict(o) for o in outputs]}, ensure_ascii=False, indent=1)
     if json_path == "-":
         click.echo(text)
@@ -62,15 +59,11 @@ def command(
         click.echo(output.text)
 
 
-def _on_transformers(
-    why: NotOnRuntimeError, model: str, prompts: list[Any], params: SamplingParams, activations: str, kv_cache: str | None, device: options.Device
-) -> list[Output]:
+def _on_transformers(why: NotOnRuntimeError, model: str, prompts: list[Any], params: SamplingParams, activations: str, device: options.Device) -> list[Output]:
     from qforge.engines.continuations import continuations
     from qforge.models.model import open_model
     from qforge.stages.evidence import only_runtime
 
     only_runtime("this runs on transformers", activations, device.name, device.processes)
-    if kv_cache is not None:
-        raise UnsupportedError(f"--kv-cache {kv_cache} is for the built-in runtime, and this runs on transformers; leave it out") from why
     click.echo(f"{why}, in fp32", err=True)
     return continuations(open_model(model), prompts, params)

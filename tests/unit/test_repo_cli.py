@@ -15,7 +15,7 @@ FLAGS = {
     "export": ["--format", "--out", "--type"],
     "eval": ["--activations", "--against", "--device", "--engine", "--json", "--text", "--window"],
     "compare": ["--gate", "--json", "--out"],
-    "generate": ["--activations", "--device", "--json", "--kv-cache", "--max-tokens", "--prompt", "--prompts", "--seed", "--temperature", "--threads", "--top-p"],
+    "generate": ["--activations", "--device", "--json", "--max-tokens", "--prompt", "--prompts", "--seed", "--temperature"],
     "bench": ["--activations", "--device", "--json", "--kv-cache", "--tune"],
     "serve": ["--activations", "--host", "--port"],
     "inspect": ["--check", "--json"],

@@ -1,8 +1,10 @@
-// Random products with activations rounded by segments: AMX's code on emulated tiles against plain C++, bit for bit.   blockwise_amx_check FIRST_SEED COUNT
+// Random products with activations rounded by segments: the code of one instruction set, -D CHECKED=blockwise_amx or another, against plain C++, bit for bit.   blockwise_check FIRST_SEED COUNT
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "qforge/blockwise.h"
@@ -13,18 +15,35 @@ using namespace qforge;
 
 namespace {
 
-std::vector<float> product(const BlockwiseFunctions &f, const Weight &w, const std::vector<float> &x, int64_t rows) {
+// Segments and rows where what is rounded and what is multiplied is cut in two
+struct Cuts {
+    int64_t segment, row, tile;
+};
+
+std::vector<float> product(const BlockwiseFunctions &f, const Weight &w, const std::vector<float> &x, int64_t rows, const Cuts &cuts) {
     const auto whole = static_cast<size_t>((rows + 15) / 16 * 16), inputs = static_cast<size_t>(w.inputs()), segments = static_cast<size_t>(w.blocks * segments_of_block(w));
     std::vector<int8_t> codes(whole * inputs * 2);
     std::vector<float> scales(whole * segments), sums(whole * static_cast<size_t>(w.blocks)), group_scales(whole * segments), y(static_cast<size_t>(rows * w.columns), -1.0f);
     std::vector<int32_t> offsets(whole * segments * 2);
     std::vector<CenteredSegment> centered(whole * segments);
     const RoundedBlocks rounded{codes.data(), scales.data(), sums.data(), group_scales.data(), offsets.data(), centered.data(), nullptr};
-    f.round_rows(w, x.data(), w.inputs(), rounded, 0, rows, 0, w.blocks * segments_of_block(w));
+    f.round_rows(w, x.data(), w.inputs(), rounded, 0, rows, 0, cuts.segment);
+    f.round_rows(w, x.data() + first_input(w, cuts.segment), w.inputs(), rounded, 0, rows, cuts.segment, w.blocks * segments_of_block(w));
     const Room scratch = room(f.scratch_bytes ? f.scratch_bytes(w) : 64);
     CacheAhead nothing;
-    f.piece({&w, rounded, y.data(), w.columns, 0, rows, 0, w.tiles(), &nothing}, scratch.get());
+    for (const auto &[row, row_end] : {std::pair(int64_t{0}, cuts.row), std::pair(cuts.row, rows)})
+        for (const auto &[tile, tile_end] : {std::pair(int64_t{0}, cuts.tile), std::pair(cuts.tile, w.tiles())})
+            if (row < row_end && tile < tile_end) f.piece({&w, rounded, y.data(), w.columns, row, row_end, tile, tile_end, &nothing}, scratch.get());
     return y;
+}
+
+// Multiples of a half with the extremes of a segment for which one unit is one code: ties
+void halves(const Weight &w, std::vector<float> &x) {
+    const float most = centered(w) ? kCenteredMost : w.activations == Activations::INT16 ? 32512.0f : 127.0f;
+    for (size_t i = 0; i < x.size(); ++i) {
+        const auto in_segment = static_cast<int64_t>(i) % w.block_k % segment_inputs(w);
+        x[i] = in_segment == 0 ? most : in_segment == 1 ? -most : std::floor(x[i] / 2.4f) + 0.5f;
+    }
 }
 
 bool same(unsigned seed) {
@@ -56,11 +75,20 @@ bool same(unsigned seed) {
     w.zeros = zeros.data();
     const float middle = below(3) ? 0.0f : static_cast<float>(below(200) - 100);
     for (float &v : x) v = static_cast<float>(below(20001) - 10000) / 500.0f + middle;
-    if (below(5) == 0) x[static_cast<size_t>(below(static_cast<int64_t>(x.size())))] = NAN;
-    const auto wanted = product(blockwise_portable, w, x, rows), got = product(blockwise_amx, w, x, rows);
+    if (below(6) == 0) halves(w, x);
+    if (below(5) == 0) x[static_cast<size_t>(below(static_cast<int64_t>(x.size())))] = below(2) ? NAN : below(2) ? INFINITY : -INFINITY;
+    constexpr float factors[] = {0.0f, 0x1p-115f, 0x1p-104f, 0x1p105f};  // what has no codes, or hardly any, and what is too large around a middle
+    if (const int64_t factor = below(8); factor < 4)
+        for (size_t i = 0; i < x.size() / 2; ++i) x[i] *= factors[factor];
+    std::vector<float> bias(static_cast<size_t>(w.columns));
+    for (float &b : bias) b = static_cast<float>(below(2001) - 1000) * 1e-2f;
+    if (below(3) == 0) w.bias = bias.data();
+    // Rounding that is cut begins with a block; tasks begin at whole groups of 16 rows
+    const Cuts cuts{below(w.blocks) * segments_of_block(w), std::min(rows, below(5) * 16), below(w.tiles() / 2 + 1) * 2};
+    const auto wanted = product(blockwise_portable, w, x, rows, {0, rows, w.tiles()}), got = product(CHECKED, w, x, rows, cuts);
     for (size_t i = 0; i < wanted.size(); ++i)
         if (std::memcmp(&wanted[i], &got[i], sizeof(float)) != 0 && !(std::isnan(wanted[i]) && std::isnan(got[i]))) {
-            std::printf("seed %u: %d x %d, block of %d, format %d, activations %d, zero %d, row %d, column %d: %g in plain C++, %g by tiles\n", seed, static_cast<int>(rows), static_cast<int>(w.columns),
+            std::printf("seed %u: %d x %d, block of %d, format %d, activations %d, zero %d, row %d, column %d: %g in plain C++, %g checked\n", seed, static_cast<int>(rows), static_cast<int>(w.columns),
                         static_cast<int>(w.block_k), static_cast<int>(w.format), static_cast<int>(w.activations), w.zero, static_cast<int>(i) / static_cast<int>(w.columns),
                         static_cast<int>(i) % static_cast<int>(w.columns), wanted[i], got[i]);
             return false;

@@ -18,7 +18,7 @@ struct Cuts {
 std::vector<float> product(const BlockwiseFunctions &f, const Weight &w, const std::vector<float> &x, int64_t rows, const Cuts &cuts) {
     const auto whole = static_cast<size_t>((rows + 15) / 16 * 16), inputs = static_cast<size_t>(w.inputs()), segments = static_cast<size_t>(w.blocks * segments_of_block(w));
     std::vector<int8_t> codes(whole * inputs * 2);
-    std::vector<float> scales(whole * segments), sums(whole * static_cast<size_t>(w.blocks)), group_scales(whole * segments), y(static_cast<size_t>(rows * w.columns), -1.0f);
+    std::vector<float> scales(whole * segments), sums(whole * static_cast<size_t>(w.blocks), NAN), group_scales(whole * segments), y(static_cast<size_t>(rows * w.columns), -1.0f);
     std::vector<int32_t> offsets(whole * segments * 2);
     std::vector<CenteredSegment> centered(whole * segments);
     const RoundedBlocks rounded{codes.data(), scales.data(), sums.data(), group_scales.data(), offsets.data(), centered.data(), nullptr};

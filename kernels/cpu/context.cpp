@@ -101,7 +101,10 @@ Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa
     }
 #endif
 #ifdef QFORGE_HAVE_NEON
-    if (isa == "neon-dotprod") blockwise_ = &blockwise_neon;  // all else is plain C++, which the compiler writes with NEON where it can
+    if (isa != "portable") {  // all else is plain C++, which the compiler writes with NEON where it can
+        piece_ = linear_neon;
+        blockwise_ = &blockwise_neon;
+    }
 #endif
 }
 

@@ -75,29 +75,32 @@ def _run_for_arm(program: Path, *arguments: str, cpu: str = "max") -> None:
     _assert_says_nothing(str(ARM_EMULATOR), "-cpu", cpu, "-L", "/usr/aarch64-linux-gnu", str(program), *arguments)
 
 
+NEON = {"blockwise": ["-O3", "-march=armv8.2-a+dotprod"], "linear": ["-O3"]}  # as CMakeLists.txt has them
+
+
 @pytest.fixture(scope="module")
-def neon(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernel's object file, with the flags of CMakeLists.txt, and its folder for more."""
-    return _compile_for_arm(tmp_path_factory.mktemp("arm"), KERNELS / "blockwise_neon.cpp", "-O3", "-march=armv8.2-a+dotprod")
+def neon(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """ARM's kernels as object files in one folder."""
+    folder = tmp_path_factory.mktemp("arm")
+    return {name: _compile_for_arm(folder, KERNELS / f"{name}_neon.cpp", *flags) for name, flags in NEON.items()}
 
 
 @needs_compiler_for_arm
 @needs_emulator_of_arm
-def test_emulated_arm_gives_the_bits_of_plain_code(neon: Path) -> None:
-    folder = neon.parent
-    objects = [_compile_for_arm(folder, ROOT / "tests/native/blockwise_check.cpp", "-O1", "-DCHECKED=blockwise_neon"), neon]
-    objects += [_compile_for_arm(folder, KERNELS / f"{name}.cpp", "-O2") for name in ("blockwise_portable", "cache_ahead")]
-    _run_for_arm(_link(objects, folder / "check", ARM_COMPILER), "0", "300")
+@pytest.mark.parametrize(("kernel", "others"), [("blockwise", ["cache_ahead"]), ("linear", [])])
+def test_emulated_arm_gives_the_bits_of_plain_code(neon: dict[str, Path], tmp_path: Path, kernel: str, others: list[str]) -> None:
+    objects = [_compile_for_arm(tmp_path, ROOT / f"tests/native/{kernel}_check.cpp", "-O1", f"-DCHECKED={kernel}_neon"), neon[kernel]]
+    objects += [_compile_for_arm(tmp_path, KERNELS / f"{name}.cpp", "-O2") for name in (f"{kernel}_portable", *others)]
+    _run_for_arm(_link(objects, tmp_path / "check", ARM_COMPILER), "0", "300")
 
 
 @needs_compiler_for_arm
 @needs_emulator_of_arm
-def test_a_build_for_arm_asks_the_processor(neon: Path) -> None:
+def test_a_build_for_arm_asks_the_processor(neon: dict[str, Path], tmp_path: Path) -> None:
     """All that CMakeLists.txt compiles for every processor, but Python's view; a Cortex-A53 has no dot products."""
-    folder = neon.parent
     listed = re.findall(r"kernels/cpu/\w+\.cpp", (ROOT / "CMakeLists.txt").read_text().split("nanobind_add_module(_native")[1].split(")")[0])
     assert "kernels/cpu/context.cpp" in listed
-    objects = [_compile_for_arm(folder, ROOT / source, "-O0") for source in (*listed, "tests/native/context_check.cpp")]
-    program = _link([*objects, neon], folder / "build", ARM_COMPILER)
+    objects = [_compile_for_arm(tmp_path, ROOT / source, "-O0") for source in (*listed, "tests/native/context_check.cpp")]
+    program = _link([*objects, *neon.values()], tmp_path / "build", ARM_COMPILER)
     _run_for_arm(program, "0", "30", "neon-dotprod,portable")
     _run_for_arm(program, "0", "2", "portable", cpu="cortex-a53")

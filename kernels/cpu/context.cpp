@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #ifdef __linux__
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -29,6 +30,17 @@ bool has_amx() {
     return granted;
 #else
     return false;
+#endif
+}
+#endif
+
+#ifdef QFORGE_HAVE_NEON
+// Whether there are dot products of bytes, which ARM processors have from 2018 on, older and cheaper ones not
+bool has_dot_products() {
+#ifdef __linux__
+    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#else
+    return false;  // nobody has looked yet how other systems are asked
 #endif
 }
 #endif
@@ -66,6 +78,9 @@ std::vector<std::string> Context::instruction_sets() {
         found.push_back("avx2");
     }
 #endif
+#ifdef QFORGE_HAVE_NEON
+    if (has_dot_products()) found.push_back("neon-dotprod");
+#endif
     found.push_back("portable");
     return found;
 }
@@ -83,6 +98,12 @@ Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa
         integer_ = amx ? &integer_amx : avx512 ? &integer_avx512_vnni : &integer_avx2;
         if (amx) bf16_ = &bf16_amx;
         blockwise_ = amx ? &blockwise_amx : pairs ? &blockwise_avx512_pairs : avx512 ? &blockwise_avx512_vnni : isa == "avx-vnni" ? &blockwise_avx_vnni : &blockwise_avx2;
+    }
+#endif
+#ifdef QFORGE_HAVE_NEON
+    if (isa != "portable") {  // all else is plain C++, which the compiler writes with NEON where it can
+        piece_ = linear_neon;
+        blockwise_ = &blockwise_neon;
     }
 #endif
 }

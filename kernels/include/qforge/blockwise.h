@@ -117,5 +117,6 @@ extern const BlockwiseFunctions blockwise_avx_vnni;
 extern const BlockwiseFunctions blockwise_avx512_vnni;
 extern const BlockwiseFunctions blockwise_avx512_pairs;
 extern const BlockwiseFunctions blockwise_amx;
+extern const BlockwiseFunctions blockwise_neon;
 
 }  // namespace qforge

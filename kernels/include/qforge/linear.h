@@ -74,5 +74,6 @@ inline int64_t scratch_floats(const Weight &w) { return kWideTiles * kTile * (w.
 
 void linear_portable(const Piece &piece, float *scratch);
 void linear_avx2(const Piece &piece, float *scratch);
+void linear_neon(const Piece &piece, float *scratch);
 
 }  // namespace qforge

@@ -15,6 +15,8 @@ from qforge.runtime.detokenize import Detokenizer
 from qforge.runtime.prompts import Prompt, PromptReader
 from qforge.runtime.sequence import FinishReason, Output, SamplingParams
 
+_NO_LIMIT = 1 << 30  # positions of a model whose config tells of none
+
 
 @torch.no_grad()
 def continuations(model: Model, prompts: Sequence[Prompt], params: SamplingParams) -> list[Output]:
@@ -29,7 +31,7 @@ def continuations(model: Model, prompts: Sequence[Prompt], params: SamplingParam
         DataError: a prompt is empty, malformed, or leaves no room in the model's context.
     """
     tokenizer, ends = model.tokenizer(), end_ids(model.assets, model.config)
-    context = int(model.config.max_position_embeddings)
+    context = int(getattr(model.config, "max_position_embeddings", None) or _NO_LIMIT)
     reader = PromptReader(model.source, lambda: tokenizer, context, int(model.config.vocab_size))
     read = []
     for number, prompt in enumerate(prompts, 1):

@@ -138,7 +138,9 @@ def _on_runtime(config: PretrainedConfig, spec: ModelSpec | None, schemes: Mappi
     for name in skeleton.linears:
         weight = f"{name}.weight"
         if name not in schemes:
-            held = weight if weight in stored else skeleton.tied[weight]
+            held = weight if weight in stored else skeleton.tied.get(weight)
+            if held not in stored:
+                raise ModelError(f"tensor '{weight}' is missing")
             dtype = str(weights.info(held).dtype).removeprefix("torch.")
             found["unquantized"].append({"name": name, "dtype": dtype, "shape": list(skeleton.shapes[weight]), "kernel": kernel})
     return found

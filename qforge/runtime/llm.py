@@ -111,16 +111,15 @@ class LLM:
             raise DataError(f"{len(prompts)} prompts were given with {len(chosen)} sampling parameters; give one for all, or one for each")
         engine = self.engine()
         texts, requests = [], []
-        for number, (prompt, one) in enumerate(zip(prompts, chosen, strict=True), 1):
-            try:
-                text, ids = self.tokenize(prompt)
-                self._turn.take(engine, call=True)
-                requests.append(engine.add(ids, one))
-            except DataError as e:
-                self._turn.give_back(engine)
-                raise DataError(f"prompt {number} of {len(prompts)}: {e}") from e
-            texts.append(text)
         try:
+            for number, (prompt, one) in enumerate(zip(prompts, chosen, strict=True), 1):
+                try:
+                    text, ids = self.tokenize(prompt)
+                    self._turn.take(engine, call=True)
+                    requests.append(engine.add(ids, one))
+                except DataError as e:
+                    raise DataError(f"prompt {number} of {len(prompts)}: {e}") from e
+                texts.append(text)
             while engine.busy():
                 engine.step()
         finally:

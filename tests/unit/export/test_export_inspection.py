@@ -119,6 +119,15 @@ def test_it_names_the_kernels_that_run(files, capsys, name, activations):
     assert [e["shape"] for e in found["unquantized"] if e["name"] == "lm_head"] == [[found["metadata"].get("vocab_size") or 384, 64]]
 
 
+def test_a_gguf_without_a_linear_does_not_run_and_says_why(files, tmp_path, capsys):
+    data = (files / "gguf/model-q4_0.gguf").read_bytes()
+    assert b"blk.1.attn_q.weight" in data
+    (tmp_path / "m.gguf").write_bytes(data.replace(b"blk.1.attn_q.weight", b"blk.1.attn_x.weight"))
+    code, out, _ = run(capsys, tmp_path / "m.gguf", "--json")
+    assert code == 0
+    assert json.loads(out)["runtime"] == {"runs": False, "reason": "tensor 'model.layers.1.self_attn.q_proj.weight' is missing"}
+
+
 def test_a_limited_instruction_set_is_named(files, capsys, monkeypatch):
     monkeypatch.setenv("QFORGE_ISA", "portable")
     found = json.loads(run(capsys, files / "run", "--json")[1])

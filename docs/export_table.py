@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
-
-from tables import RESULTS, replaced
 
 HEAD = "| | scheme | run by | weights | KL divergence | same first token | |\n|---|---|---|---|---|---|---|"
 OPERATORS = "onnxruntime, operator by operator"
@@ -16,10 +13,9 @@ TWIN = "dequantized twin"
 REMARKS = ("bitsandbytes", "its ", TWIN)  # how parts of a note begin that explain a figure
 
 
-def filled(page: str) -> str:
-    """The page with its tables as the results have them."""
-    parts = [_section(json.loads(path.read_text())) for path in sorted(RESULTS.glob("exports-*.json"))]
-    return replaced(page, "exports", "\n\n".join(parts))
+def tables(results: dict[str, dict[str, Any]]) -> str:
+    """A table for each result."""
+    return "\n\n".join(map(_section, results.values()))
 
 
 def _section(found: dict[str, Any]) -> str:

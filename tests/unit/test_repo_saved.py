@@ -39,9 +39,9 @@ def test_a_saved_table_states_its_day_and_what_its_rounds_are(path: Path) -> Non
 
 
 def test_the_table_of_starts_names_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    content = json.loads((RESULTS / "startup-smollm2.json").read_text())
+    content = json.loads((RESULTS / "startup-smollm2-xeon.json").read_text())
     text = _module(monkeypatch, "startup").page(content)
-    assert text + "\n" == (RESULTS / "startup-smollm2.md").read_text()
+    assert text + "\n" == (RESULTS / "startup-smollm2-xeon.md").read_text()
     assert f"xllamacpp {content['environment']['xllamacpp']}" in text
 
 

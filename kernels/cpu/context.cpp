@@ -90,8 +90,8 @@ Context::Context(int threads, const std::string &isa) : pool_(threads), isa_(isa
     if (std::find(sets.begin(), sets.end(), isa) == sets.end()) throw std::invalid_argument("this CPU does not run the instruction set " + isa);
 #ifdef QFORGE_HAVE_AVX2
     if (isa != "portable") {
-        piece_ = linear_avx2;
         const bool amx = isa == "amx", pairs = isa == "avx512-vnni-pairs", avx512 = amx || pairs || isa == "avx512-vnni";
+        piece_ = avx512 ? linear_avx512 : linear_avx2;
         layers_ = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512dq") ? &layers_avx512 : &layers_avx2;
         weight_sum_ = layers_ == &layers_avx512 ? weight_sum_avx512 : weight_sum_avx2;
         if (amx && layers_ == &layers_avx512) tiles_ = &tile_attention_amx;

@@ -51,7 +51,7 @@ def instruction_sets() -> list[str]:
 
 
 # Instruction sets that products have code for (kernels/cpu/context.cpp), by what they multiply; what is not listed takes the next of them.
-_CODE = {"floats": ("avx2", "neon-dotprod"), "bytes": ("amx", "avx512-vnni", "avx2"), "bf16": ("amx",)}
+_CODE = {"floats": ("avx512-vnni", "avx2", "neon-dotprod"), "bytes": ("amx", "avx512-vnni", "avx2"), "bf16": ("amx",)}
 _INCLUDED = {"avx512-vnni-pairs": "avx512-vnni"}
 
 

@@ -42,6 +42,8 @@ constexpr int chunk_bytes(Format f) {
     }
 }
 
+constexpr bool has_zeros(Format f) { return f == Format::INT4 || f == Format::INT8; }
+
 struct Weight {
     Format format;
     int64_t columns;
@@ -74,6 +76,7 @@ inline int64_t scratch_floats(const Weight &w) { return kWideTiles * kTile * (w.
 
 void linear_portable(const Piece &piece, float *scratch);
 void linear_avx2(const Piece &piece, float *scratch);
+void linear_avx512(const Piece &piece, float *scratch);
 void linear_neon(const Piece &piece, float *scratch);
 
 }  // namespace qforge

@@ -15,6 +15,7 @@ import argparse
 import datetime
 import json
 import platform
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -45,7 +46,9 @@ def kernels() -> Iterator[tuple[str, str, NativeRounded | NativeBf16 | NativeKer
         yield f"int16 activations, {isa}", isa, NativeRounded(16)
         if isa == "amx":
             yield f"both sides in bf16, {isa}", isa, NativeBf16()
-    yield "fp32 activations, avx2", "avx2", NativeKernel()
+    for isa in ("avx512-vnni", "avx2"):
+        if isa in instruction_sets():
+            yield f"fp32 activations, {isa}", isa, NativeKernel()
 
 
 def measure(size: int, threads: int, library: str | None) -> list[dict[str, Any]]:
@@ -76,21 +79,26 @@ def measure(size: int, threads: int, library: str | None) -> list[dict[str, Any]
             assert (torch.from_numpy(y) - x @ weight.T).norm() < 0.12 * (x @ weight.T).norm(), "ggml did not multiply"
             calls[f"llama.cpp Q4_0 repacked ({' '.join(ggml.features())})", rows] = (run, n)
     words, reader, reading = np.ones(copies * own // 8, np.uint64), context(threads), float("inf")
+    llama_bytes, shares = size * size // 32 * 18, {name: list[float]() for name, _ in calls}  # shares: of what a read just before gave
     best: dict[tuple[str, int], float] = dict.fromkeys(calls, float("inf"))
     order = list(calls)
     for _ in range(ROUNDS):  # in turn, so that what disturbs the machine disturbs all
         time.sleep(0.3)  # until the threads that llama.cpp left spinning rest: they took a quarter from the first arm
         for key in order:
             run, n = calls[key]
-            if key[1] == 1:  # as many tries as all kernels have together: the best of fewer would be a slower memory
-                reading = min(reading, _timed(lambda: reader.read(words.ctypes.data, len(words))))
-            best[key] = min(best[key], _timed(run) / n)
+            read = _timed(lambda: reader.read(words.ctypes.data, len(words))) if key[1] == 1 else 0.0
+            seconds = _timed(run) / n
+            best[key] = min(best[key], seconds)
+            if read:
+                reading = min(reading, read)
+                shares[key[0]].append((llama_bytes if "llama" in key[0] else own) / seconds * read / words.nbytes)
         order = order[5:] + order[:5]  # whoever is first after the rest takes 5 to 8 % longer
-    speed, llama_bytes = words.nbytes / reading, size * size // 32 * 18
+    speed = words.nbytes / reading
     return [
         {
             "size": size, "kernel": k, "rows": m, "microseconds": s * 1e6, "gmac_per_second": m * size * size / s / 1e9,
             "weight_bytes_per_second": (llama_bytes if "llama" in k else own) / s, "read_bytes_per_second": speed, "cold_bytes": copies * own,
+            "read_share": statistics.median(shares[k]) if m == 1 else None,
         }
         for (k, m), s in best.items()
     ]  # fmt: skip
@@ -122,12 +130,13 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     beside = "" if cache is None else f", last-level cache {cache >> 20} MiB"
     yield f"{result['date']}, {result['machine']}. Sequential read in turn with the products: {speeds} GB/s. `{result['command']}`\n"
     yield f"Cold weights and what is read: {cold} MiB{beside}.\n"
-    yield "One row: the share of the read bandwidth at which the weight's own bytes come. More rows: 10^9 multiplications a second.\n"
+    yield "One row: the share of the read bandwidth at which the weight's own bytes come, the median of rounds, each beside a read."
+    yield "Microseconds: the best round. More rows: 10^9 multiplications a second.\n"
     yield "| size | kernel | " + " | ".join(f"{m} row{'s' * (m > 1)}" for m in ROWS) + " |\n|---|---|" + "---|" * len(ROWS)
     for size in dict.fromkeys(r["size"] for r in result["rows"]):
         for kernel in dict.fromkeys(r["kernel"] for r in result["rows"]):
             found = {r["rows"]: r for r in result["rows"] if r["size"] == size and r["kernel"] == kernel}
-            share = found[1]["weight_bytes_per_second"] / found[1]["read_bytes_per_second"]
+            share = found[1]["read_share"]
             cells = [f"{found[1]['microseconds']:.0f} us, {share:.0%}"] + [f"{found[m]['microseconds']:.0f} us, {found[m]['gmac_per_second']:.0f}" for m in ROWS[1:]]
             yield f"| {size} | {kernel} | " + " | ".join(cells) + " |"
 

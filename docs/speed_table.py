@@ -10,7 +10,11 @@ ENGINES = {"llama_cpp": "llama.cpp", "openvino": "OpenVINO GenAI", "vllm": "vLLM
 MODELS = {"smollm2": "SmolLM2-135M", "llama-1.1b": "Llama, 1.1B"}
 PROCESSORS = {"xeon": "Xeon with AMX", "zen5": "Zen 5", "zen4": "Zen 4"}
 NAME = re.compile(rf"vs_({'|'.join(ENGINES)})-({'|'.join(MODELS)})-({'|'.join(PROCESSORS)})(-.*)?")
-HEAD = "| model | beside | processor; ours multiplies in | 32 requests, tokens/s | first token, p50 (p99) | further tokens, p50 (p99) | one sequence, tokens/s | prefill of 512, tokens/s | measured |\n|---|---|---|---|---|---|---|---|---|"
+COLUMNS = (
+    "model", "beside", "processor; ours multiplies in", "32 requests, tokens/s", "first token, p50 (p99)",
+    "further tokens, p50 (p99)", "one sequence, tokens/s", "prefill of 512, tokens/s", "measured",
+)  # fmt: skip
+HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:

@@ -25,8 +25,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
                 int8, int16 = (f"int{bits} activations, {isa}" for bits in (8, 16))
                 one = times[int8, size, 1]
                 faster = [times[peer, size, 32]["microseconds"] / times[kernel, size, 32]["microseconds"] for kernel in (int8, int16)]
+                share = one.get("read_share") or one["weight_bytes_per_second"] / one["read_bytes_per_second"]  # the former where each was beside a read of its own
                 place = f"{PROCESSORS[name.partition('-')[2]]}; {isa}"
-                lines.append(
-                    f"| {place} | {size} | {one.get('read_share') or one['weight_bytes_per_second'] / one['read_bytes_per_second']:.0%} | {faster[0]:.1f} | {faster[1]:.1f} | {found['date']} |"
-                )
+                lines.append(f"| {place} | {size} | {share:.0%} | {faster[0]:.1f} | {faster[1]:.1f} | {found['date']} |")
     return "\n".join([HEAD, *lines])

@@ -18,7 +18,7 @@ HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """All results in one table: by model, processor, then engine; AVX2 alone, and int8 beside another's bf16, last of a processor's."""
+    """All results in one table: by model, processor, then engine; what multiplies otherwise than the other engine last of a processor's, AVX2 alone last of all."""
     return "\n".join([HEAD, *(line for _, line in sorted(_line(name, found) for name, found in results.items()))])
 
 
@@ -30,15 +30,15 @@ def _line(name: str, found: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
     rounds, where = found["rounds"], found["environment"]
     avx2 = where["instruction_set"] == "avx2"
     theirs = next(answer for who, answer in rounds[0].items() if who != "ours")
-    mixed = found["activations"] == "int8" and processor == "xeon" and "bf16" in theirs.get("precisions", "")
-    multiplied = found["activations"] + (" (theirs bf16)" if mixed else "")
+    others = found["activations"] != "bf16" and "bf16" in theirs.get("precisions", "")
+    multiplied = found["activations"] + (" (theirs bf16)" if others else "")
     place = f"{PROCESSORS[processor]}{', AVX2 alone' if avx2 else ''}; {multiplied}"
     count = "one round" if len(rounds) == 1 else f"{len(rounds)} rounds"
     cells = [
         MODELS[model], ENGINES[engine], place, _rate(rounds, "mixed.tokens_per_second"), _sooner(rounds, "ttft"), _sooner(rounds, "tpot"),
         _rate(rounds, "decode"), _rate(rounds, "prefill"), f"{where['date']}, {count}",
     ]  # fmt: skip
-    order = (list(MODELS).index(model), avx2, list(PROCESSORS).index(processor), mixed, list(ENGINES).index(engine))
+    order = (list(MODELS).index(model), avx2, list(PROCESSORS).index(processor), others, list(ENGINES).index(engine))
     return order, f"| {' | '.join(cells)} |"
 
 

@@ -106,6 +106,17 @@ def test_instruction_sets_have_the_same_bits(q: QuantizedLinear, rows: int) -> N
     assert all(torch.equal(r, first) for other in results for r, first in zip(other, results[0], strict=True))
 
 
+@pytest.mark.parametrize("text", ["int4-g32-sym", "int4-g64-asym", "int8-g32-sym", "nf4-g64", "fp8-e4m3-channel"])
+@pytest.mark.parametrize("rows", [1, 2, 4, 13])
+@pytest.mark.parametrize(("out_features", "threads"), [(1100, 1), (1100, 2), (1643, 2)])  # tasks of 4 tiles, of 2, and odd ones: so many are computed at once
+def test_wide_weights_have_the_same_bits_on_each_instruction_set(text: str, rows: int, out_features: int, threads: int) -> None:
+    g, scheme = torch.Generator().manual_seed(rows), parse(text)
+    weight, x = torch.randn(out_features, 192, generator=g), torch.randn(rows, 192, generator=g)
+    q = numerics.quantize(weight, scheme, *numerics.minmax_parameters(weight, scheme))
+    first, *others = [NativeKernel(threads, isa) for isa in instruction_sets()]
+    assert all(torch.equal(kernel.run(x, kernel.prepack(q)), first.run(x, first.prepack(q))) for kernel in others)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @settings(max_examples=25, deadline=None)
 @given(shape=st.tuples(st.integers(1, 120), st.integers(1, 70), st.integers(1, 300)), threads=st.integers(1, 3))

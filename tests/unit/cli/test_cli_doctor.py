@@ -26,7 +26,7 @@ def test_json_says_everything() -> None:
     assert versions["torch"] == importlib.metadata.version("torch")
     assert all(p["get"] and p["purpose"] for p in said["packages"])
     sets, named = said["native"]["instruction_sets"], said["kernels"]["int4-g128-sym"]
-    floats = "avx2" if "avx2" in sets else "portable"
+    floats = next(isa for isa in ("avx512-vnni", "avx2", "neon-dotprod", "portable") if isa in sets)
     assert named.pop("bf16").startswith("native-bf16 [amx]" if "amx" in sets else f"native-a16 [{sets[0]}] (not native-bf16: it gains only")
     assert {kind: text.partition(" (not")[0] for kind, text in named.items()} == {"fp": f"native [{floats}]", "int16": f"native-a16 [{sets[0]}]", "int8": f"native-a8 [{sets[0]}]"}
     assert "(not native-a8: it rounds activations, for --activations int8)" in named["fp"]

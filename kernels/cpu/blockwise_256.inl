@@ -179,6 +179,10 @@ struct V256 {
     template <typename Pair>  // Bytes or Words
     static Pair nothing() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
     static Bytes load_bytes(const uint8_t *p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p + 32))}; }
+    static void store_bytes(uint8_t *p, const Bytes &b) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), b.lo);
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(p + 32), b.hi);
+    }
     static Bytes nibbles(const Bytes &b, bool upper) {
         const __m256i mask = _mm256_set1_epi8(15);
         return {_mm256_and_si256(upper ? _mm256_srli_epi16(b.lo, 4) : b.lo, mask), _mm256_and_si256(upper ? _mm256_srli_epi16(b.hi, 4) : b.hi, mask)};

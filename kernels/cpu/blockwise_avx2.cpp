@@ -1,16 +1,27 @@
 // Products with activations rounded by segments for AVX2 (compiled with that flag; called only where CPUID has it). Products of 4-bit codes and bytes are summed in 16 bits,
-// which holds 32 inputs: 8 products of pairs, each at most 15 * 128 * 2. Bytes of weights are taken as two 4-bit halves.
+// which hold 32 inputs: 8 products of pairs, each at most 15 * 128 * 2. Bytes of weights are taken as two 4-bit halves. Sums of segments around a middle wrap (blockwise.h), and hold all 64 inputs.
 #include "blockwise_256.inl"
 
 namespace qforge {
 namespace {
 
+// What the sums of a segment start with; inputs: a multiple of 8
+inline int32_t wrapped_starts(const int8_t *codes, int64_t inputs) {
+    const __m256i by = _mm256_set1_epi8(kWrappedLess);
+    __m256i sum = _mm256_setzero_si256();
+    for (; inputs >= 32; inputs -= 32, codes += 32) sum = _mm256_sub_epi16(sum, _mm256_maddubs_epi16(by, _mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes))));
+    __m128i four = _mm_add_epi16(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+    for (; inputs > 0; inputs -= 8, codes += 8) four = _mm_sub_epi16(four, _mm_maddubs_epi16(_mm256_castsi256_si128(by), _mm_loadl_epi64(reinterpret_cast<const __m128i *>(codes))));
+    four = _mm_add_epi16(four, _mm_shuffle_epi32(four, 0x4E));
+    return _mm_cvtsi128_si32(_mm_add_epi16(four, _mm_shuffle_epi32(four, 0xB1)));
+}
+
 struct V : V256 {
     using Sums = Bytes;  // pairs of bytes
-    static constexpr int64_t kSpan = 32;
+    static constexpr bool kWraps = true, kPanels = true;
     template <Format F>
     static constexpr int kParts = F == Format::INT8 ? 2 : 1;  // the lower 4 bits, and the upper ones
-    static constexpr bool kFirst = true;  // 16 bits do not hold an offset, too: `whole` adds it
+    static constexpr bool kFirst = true;  // 16 bits do not hold an offset, too
 
     // 12 sums
     template <Format F, int L>
@@ -18,7 +29,13 @@ struct V : V256 {
 
     template <Format F>
     static Weights unpack(const uint8_t *chunk, int half, int part) { return F == Format::INT4 ? nibbles(load_bytes(chunk), half) : nibbles(load_bytes(chunk + 64 * half), part); }
-    static Sums start(int32_t) { return nothing<Sums>(); }
+    static Sums start(int32_t pair) { return {_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)}; }
+    // Less kWrappedSum, beside 0
+    static Words load_words(const int16_t *p) {
+        const auto *halves = reinterpret_cast<const __m128i *>(p);
+        const auto less = [](const __m128i *eight) { return _mm256_cvtepu16_epi32(_mm_sub_epi16(_mm_loadu_si128(eight), _mm_set1_epi16(kWrappedSum))); };
+        return {less(halves), less(halves + 1)};
+    }
     // Compilers order these for the shortest wait, for which 16 registers are too few beside 12 sums: 31 multiplications of bytes a cycle (Zen 4) written out, 26 else
     template <bool First>
     static void add_products(Sums &sum, const Weights &w, Inputs x) {
@@ -46,7 +63,12 @@ struct V : V256 {
 #include "blockwise_x86.inl"
 
 namespace qforge {
+namespace {
 
-constinit const BlockwiseFunctions blockwise_avx2 = {round_rows, piece, 12, kRowChunk, nullptr, true};
+int64_t panel_bytes(const Weight &w) { return centered(w) ? w.inputs() * kTile : 0; }
+
+}  // namespace
+
+constinit const BlockwiseFunctions blockwise_avx2 = {round_rows, piece, 12, kRowChunk, panel_bytes, true};
 
 }  // namespace qforge

@@ -6,7 +6,7 @@ namespace {
 
 struct V : V256 {
     using Sums = Words;
-    static constexpr int64_t kSpan = 64;
+    static constexpr bool kWraps = false, kPanels = false;
     template <Format F>
     static constexpr int kParts = 1;
     static constexpr bool kFirst = false;

@@ -88,7 +88,7 @@ void round_all(const Weight &w, const float *x, int64_t x_stride, const RoundedB
             round_segment<L>(values, length, to, bytes, sums);
             if constexpr (C) {
                 sums[0] += to.middle * static_cast<int32_t>(length);
-                out.centered[at] = {to.scale, to.scale * kMagic, offset(w, sums[0]), 1 << 16 | (to.middle & 0xFFFF)};
+                out.centered[at] = {to.scale, {to.scale * kMagic}, offset(w, sums[0]), 1 << 16 | (to.middle & 0xFFFF)};
             } else {
                 out.scales[at] = to.scale;
                 for (int l = 0; l < L; ++l) out.offsets[at * L + l] = offset(w, sums[l]);

@@ -57,7 +57,7 @@ void round_rows(const Weight &w, const float *x, int64_t x_stride, const Rounded
                 if (wide) codes[1] += low[first + i];
             }
             if (centered(w)) {
-                out.centered[at] = {to.scale, to.scale * kMagic, -w.zero * codes[0], 1 << 16 | (to.middle & 0xFFFF)};
+                out.centered[at] = {to.scale, {to.scale * kMagic}, -w.zero * codes[0], 1 << 16 | (to.middle & 0xFFFF)};
             } else {
                 out.scales[at] = to.scale;
                 for (int64_t l = 0; l < limbs(w); ++l) out.offsets[at * limbs(w) + l] = -w.zero * codes[l];

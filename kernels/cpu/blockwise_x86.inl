@@ -2,7 +2,7 @@
 //   largest_bits(x, inputs): the bits of the largest magnitude; round_segment<bytes of a code>(x, inputs, inverse, high bytes, low bytes) -> CodeSums;
 //   largest_bits_of_four(x, x_step, bits): the same for four whole segments, x_step inputs apart; round_four(x, x_step, inverses, bytes, byte_step, sums): their codes of one byte, or false where it leaves them to round_segment;
 //   for segments around a middle extremes(x, inputs), extremes_of_four(x, x_step, high, low), round_centered(x, inputs, inverse, middle, bytes) -> sum of those bytes, round_four_centered(x, x_step, inverses, middles, bytes, byte_step, sums);
-//   V: 16 columns side by side (sums_x86.inl), V::Floats, V::Integers; V::kCodeRows<F, bytes of a code>: code rows whose sums its registers hold; V::kSpan: inputs whose products of a byte and 4 bits V::Sums hold;
+//   V: 16 columns side by side (sums_x86.inl), V::Floats, V::Integers; V::kCodeRows<F, bytes of a code>: code rows whose sums its registers hold; V::kWraps: whether V::Sums of a segment around a middle begin as its `starts` and wrap (blockwise_256.inl);
 //   V::kByMagic: whether sums of a block that is one segment become floats by kMagic.
 #include <immintrin.h>
 
@@ -115,7 +115,12 @@ void round_walk(const Weight &w, const float *x, int64_t x_stride, const Rounded
         }
         for (int64_t i = 0; i < here; ++i, at += step) {
             if constexpr (C) {
-                out.centered[at] = {to.scale[i], to.scale[i] * kMagic, bits - w.zero * codes[i].all, 1 << 16 | (to.middle[i] & 0xFFFF)};
+                CenteredSegment &n = out.centered[at] = {to.scale[i], {to.scale[i] * kMagic}, bits - w.zero * codes[i].all, 1 << 16 | (to.middle[i] & 0xFFFF)};
+                if constexpr (V::kWraps) {
+                    const int32_t length = static_cast<int32_t>(places.inputs(done + i)), zero = std::max(w.zero, 0);
+                    n.starts = wrapped_starts(places.to(done + i), length);
+                    n.offset = (kWrappedLess - zero) * (codes[i].all - to.middle[i] * length) + (kWrappedSum - zero * length) * to.middle[i];
+                }
             } else {
                 out.scales[at] = to.scale[i];
                 out.offsets[at * L] = -w.zero * codes[i].high;
@@ -155,13 +160,10 @@ template <Format F, int L, bool Z>
 struct Product {
     static constexpr int kLimbs = L, kMost = V::kCodeRows<F, L> / L;
     const BlockwisePiece &p;
-    Ahead codes_ahead{}, scales_ahead{};
+    AllAhead ahead;
 
-    explicit Product(const BlockwisePiece &piece) : p(piece) {}
-    void begin(const Strip &strip) {
-        codes_ahead = codes_after(*p.weight, strip);
-        scales_ahead = scales_after(*p.weight, strip);
-    }
+    explicit Product(const BlockwisePiece &piece) : p(piece), ahead(piece.cache) {}
+    void begin(const Strip &strip) { ahead.begin(*p.weight, strip); }
 
     template <int R, int T>
     void compute(int64_t row, int64_t tile) {
@@ -176,10 +178,9 @@ struct Product {
         for (int r = 0; r < R; ++r)
             for (int t = 0; t < T; ++t) total[r][t] = V::spread(0);
         for (int t = 0; t < T; ++t) chunk[t] = chunks_of(w, tile + t);
+        const bool brings = ahead.left();
         for (int64_t b = 0; b < w.blocks; ++b) {
-            codes_ahead.fetch();
-            scales_ahead.fetch();
-            p.cache->fetch(R * T * kTile * w.block_k);
+            if (brings) ahead.fetch(R * T * kTile * w.block_k);
             V::Floats part[R][T];
             if constexpr (!V::kAway)
 #pragma GCC unroll 6
@@ -191,10 +192,10 @@ struct Product {
                 V::Sums sum[R * L][kSums<F, T>];
                 start_sums(sum, [&](int c) { return Z ? offset[c / L * stride * L + c % L] : 0; });
                 if (left >= kSegment) {  // apart, so that its loop has no end to look for
-                    add_chunks<F, R * L, T>(sum, chunk, x, inputs, kSegment / 8);
+                    add_chunks<F, V::kFirst, false, R * L, T>(sum, chunk, x, inputs, kSegment / 8);
                     x += kSegment;
                 } else {
-                    add_chunks<F, R * L, T>(sum, chunk, x, inputs, left / 8);
+                    add_chunks<F, V::kFirst, false, R * L, T>(sum, chunk, x, inputs, left / 8);
                     x += left;
                 }
                 if (V::kAway && left == w.block_k) add_segment<F, L, Z, true, R, T>(part, sum, scale, offset, stride);
@@ -208,32 +209,34 @@ struct Product {
 
 // ---- product of segments around a middle ----
 
-// part = fma(scale of the row's segment, sum over `chunks` chunks, part) for R rows x T tiles; First: part = scale * sum; Magic: the same, with sums that start with kMagicBits. Two: in two parts, the first of 32 inputs
-template <bool Z, bool First, bool Magic, bool Two, int R, int T>
+// part = fma(scale of the row's segment, sum over `chunks` chunks, part) for R rows x T tiles; First: part = scale * sum; Magic: the same, with sums that start with kMagicBits. Two: in two parts, the first of 32 inputs; Offset: sums have one
+template <bool Offset, bool First, bool Magic, bool Two, bool Panel, int R, int T>
 inline __attribute__((always_inline)) void add_centered(V::Floats (&part)[R][T], const uint8_t *(&chunk)[T], const int8_t *x, int64_t inputs, int64_t chunks, const CenteredSegment *n, int64_t stride, const int16_t *const (&code_sums)[T]) {
     static_assert(First || !Magic);
+    static_assert(!V::kWraps || (!Two && !Magic));
     constexpr Format F = Format::INT4;
+    constexpr bool kFirst = V::kFirst && !V::kWraps;
     V::Sums sum[R][kSums<F, T>];
     V::Integers before[R][T];
     constexpr int32_t kNone = Magic ? kMagicBits : 0;  // in the place of an offset
-    const auto start = [&](int c) { return Z ? n[c * stride].offset : kNone; };
-    start_sums(sum, start);
+    const auto offset = [&](int c) { return Offset ? n[c * stride].offset : kNone; };
+    start_sums(sum, [&](int c) { return V::kWraps ? n[c * stride].starts : offset(c); });
     if constexpr (Two) {
-        add_chunks<F, R, T>(sum, chunk, x, inputs, kSegment / 8);
+        add_chunks<F, kFirst, Panel, R, T>(sum, chunk, x, inputs, kSegment / 8);
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r)
-            for (int t = 0; t < T; ++t) before[r][t] = V::whole<F>(&sum[r][t], start(r));
+            for (int t = 0; t < T; ++t) before[r][t] = V::whole<F>(&sum[r][t], offset(r));
         V::put_away(before);
         start_sums(sum, [](int) { return 0; });
-        add_chunks<F, R, T>(sum, chunk, x + kSegment, inputs, chunks - kSegment / 8);
+        add_chunks<F, kFirst, Panel, R, T>(sum, chunk, x + kSegment, inputs, chunks - kSegment / 8);
     } else {
-        add_chunks<F, R, T>(sum, chunk, x, inputs, chunks);
+        add_chunks<F, kFirst, Panel, R, T>(sum, chunk, x, inputs, chunks);
     }
     for (int t = 0; t < T; ++t) {
         const V::Integers codes = V::load_words(code_sums[t]);
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
-            V::Integers whole = V::whole<F>(&sum[r][t], Two ? 0 : start(r));
+            V::Integers whole = V::whole<F>(&sum[r][t], Two ? 0 : offset(r));
             if constexpr (Two) whole = V::add(before[r][t], whole);
             whole = V::add_products_of(whole, codes, n[r * stride].middle);
             const V::Floats by = V::spread(n[r * stride].scale);
@@ -243,22 +246,20 @@ inline __attribute__((always_inline)) void add_centered(V::Floats (&part)[R][T],
     }
 }
 
-// One: a block is a segment. Else parts begin with its first segment, in code of its own where they are put away, or as 0.
-template <bool Z, bool One>
+// One: a block is a segment; Panel: weights are those of one tile that were unpacked before. Else parts begin with its first segment, in code of its own where they are put away, or as 0.
+template <bool Z, bool Offset, bool One, bool Panel>
 struct CenteredProduct {
     static constexpr int kLimbs = 1, kMost = V::kCodeRows<Format::INT4, 1>;
     const BlockwisePiece &p;
-    Ahead codes_ahead{}, scales_ahead{};
+    const uint8_t *panel;
+    AllAhead ahead;
 
-    explicit CenteredProduct(const BlockwisePiece &piece) : p(piece) {}
-    void begin(const Strip &strip) {
-        codes_ahead = codes_after(*p.weight, strip);
-        scales_ahead = scales_after(*p.weight, strip);
-    }
+    CenteredProduct(const BlockwisePiece &piece, const uint8_t *unpacked) : p(piece), panel(unpacked), ahead(piece.cache) {}
+    void begin(const Strip &strip) { ahead.begin(*p.weight, strip); }
 
     template <int R, int T>
     void compute(int64_t row, int64_t tile) {
-        constexpr bool kTwo = V::kSpan < kCentered || R * T <= 2;  // or sums would wait for themselves
+        constexpr bool kTwo = !V::kWraps && R * T <= 2;  // or sums would wait for themselves
         const Weight &w = *p.weight;
         const int64_t inputs = w.inputs(), stride = w.blocks * segments_of_block(w);
         const int8_t *x = p.rounded.codes + row * inputs;
@@ -271,7 +272,7 @@ struct CenteredProduct {
         for (int r = 0; r < R; ++r)
             for (int t = 0; t < T; ++t) total[r][t] = V::spread(0);
         for (int t = 0; t < T; ++t) {
-            chunk[t] = chunks_of(w, tile + t);
+            chunk[t] = Panel ? panel : chunks_of(w, tile + t);
             code_sums[t] = code_sums_of(w, tile + t);
             if (R <= kFewRows)  // at once: a second stream beside that of codes would cost memory a third of its speed
                 for (int64_t line = 0; line < code_sums_bytes(w); line += 64) __builtin_prefetch(reinterpret_cast<const char *>(code_sums[t]) + line);
@@ -281,14 +282,13 @@ struct CenteredProduct {
             for (int t = 0; t < T; ++t) code_sums[t] += kTile;
             ++n;
         };
+        const bool brings = ahead.left();
         for (int64_t b = 0; b < w.blocks; ++b) {
-            codes_ahead.fetch();
-            scales_ahead.fetch();
-            p.cache->fetch(R * T * kTile * w.block_k);
+            if (brings) ahead.fetch(R * T * kTile * w.block_k);
             V::Floats part[R][T];
             V::put_away(total);
             if constexpr (One) {
-                add_centered<Z, true, V::kByMagic, kTwo>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
+                add_centered<Offset, true, V::kByMagic, kTwo, Panel>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
                 go_on(kCentered);
             } else {
                 int64_t left = w.block_k;
@@ -298,16 +298,15 @@ struct CenteredProduct {
                         for (int t = 0; t < T; ++t) part[r][t] = V::spread(0);
                 for (; left >= kCentered; left -= kCentered, go_on(kCentered)) {
                     if (V::kAway && left == w.block_k) {
-                        add_centered<Z, true, false, kTwo>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
+                        add_centered<Offset, true, false, kTwo, Panel>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
                     } else {
                         V::put_away(part);
-                        add_centered<Z, false, false, kTwo>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
+                        add_centered<Offset, false, false, kTwo, Panel>(part, chunk, x, inputs, kCentered / 8, n, stride, code_sums);
                     }
                 }
                 if (left > 0) {
                     V::put_away(part);
-                    if (V::kSpan < kCentered && left > kSegment) add_centered<Z, false, false, true>(part, chunk, x, inputs, left / 8, n, stride, code_sums);
-                    else add_centered<Z, false, false, false>(part, chunk, x, inputs, left / 8, n, stride, code_sums);
+                    add_centered<Offset, false, false, false, Panel>(part, chunk, x, inputs, left / 8, n, stride, code_sums);
                     go_on(left);
                 }
             }
@@ -317,15 +316,36 @@ struct CenteredProduct {
     }
 };
 
-template <bool Z>
-void any_blocks(const BlockwisePiece &p) { one_segment(*p.weight) ? all_rows(p, CenteredProduct<Z, true>(p)) : all_rows(p, CenteredProduct<Z, false>(p)); }
+constexpr int64_t kPanelGroups = 6;  // groups of rows for which a tile is unpacked first
+
+void unpack_tile(const Weight &w, int64_t tile, uint8_t *panel) {
+    const uint8_t *chunk = chunks_of(w, tile), *end = chunk + w.inputs() / 8 * chunk_bytes(Format::INT4);
+    for (; chunk < end; chunk += chunk_bytes(Format::INT4))
+        for (int half = 0; half < 2; ++half, panel += sizeof(V::Weights)) V::store_bytes(panel, V::unpack<Format::INT4>(chunk, half, 0));
+}
+
+template <bool Z, bool Offset, bool One>
+void all_centered(const BlockwisePiece &p, uint8_t *panel) {
+    if constexpr (V::kPanels) {
+        using Product = CenteredProduct<Z, Offset, One, true>;
+        if (groups_of<Product>(p) >= kPanelGroups) return all_rows<1>(p, Product(p, panel), [&](int64_t tile) { unpack_tile(*p.weight, tile, panel); });
+    }
+    all_rows(p, CenteredProduct<Z, Offset, One, false>(p, nullptr));
+}
+
+template <bool Z, bool Offset>
+void any_blocks(const BlockwisePiece &p, uint8_t *panel) { one_segment(*p.weight) ? all_centered<Z, Offset, true>(p, panel) : all_centered<Z, Offset, false>(p, panel); }
 
 template <Format F, int L>
 void any_zeros(const BlockwisePiece &p) { p.weight->zero < 0 ? all_rows(p, Product<F, L, false>(p)) : all_rows(p, Product<F, L, true>(p)); }
 
-void piece(const BlockwisePiece &p, void *) {
+void piece(const BlockwisePiece &p, void *scratch) {
     const Weight &w = *p.weight;
-    if (centered(w)) return w.zero < 0 ? any_blocks<false>(p) : any_blocks<true>(p);
+    if (centered(w)) {
+        auto *panel = static_cast<uint8_t *>(scratch);
+        if (w.zero < 0) return any_blocks<false, V::kWraps>(p, panel);
+        return V::kWraps && wraps_alone(w) ? any_blocks<true, !V::kWraps>(p, panel) : any_blocks<true, true>(p, panel);
+    }
     if (w.format == Format::INT4) return any_zeros<Format::INT4, 2>(p);
     limbs(w) == 2 ? any_zeros<Format::INT8, 2>(p) : any_zeros<Format::INT8, 1>(p);
 }

@@ -1,7 +1,7 @@
 // Sums of products of activations' codes and weights' codes over a stretch of inputs, and the walk over rows and tiles with weights that are brought meanwhile: written once for the instruction sets of x86.
 // The file that includes this gives
 //   V: 16 columns side by side; V::Weights 4 inputs of them, or one of V::kParts<F> parts of their codes; V::Sums sums of their products, from an offset on (V::whole: all parts' as 32-bit integers);
-//   V::tiles(code rows): what registers hold; V::kFirst: whether sums begin as products, not from an offset.
+//   V::tiles(code rows): what registers hold; V::kFirst: whether sums begin as products, not from an offset, which V::whole adds.
 // A code row is one byte of each code of a row: 16-bit codes make two. Z: all zero points of the weight are one number, whose products with codes are the offsets that sums start with.
 #include <algorithm>
 
@@ -21,13 +21,21 @@ inline __attribute__((always_inline)) void start_sums(V::Sums (&sum)[C][N], cons
         for (auto &s : sum[c]) s = V::start(offset(c));
 }
 
+// What a chunk of 8 inputs takes; Panel: unpacked, each half of it for itself
+template <Format F, bool Panel>
+constexpr int64_t kChunk = Panel ? 2 * sizeof(V::Weights) : chunk_bytes(F);
+
 // sums += products over 4 inputs, one half of chunk `at`; First: sums = those products
-template <Format F, bool First, int C, int T>
+template <Format F, bool First, bool Panel, int C, int T>
 inline __attribute__((always_inline)) void add_half(V::Sums (&sum)[C][kSums<F, T>], const uint8_t *const (&chunk)[T], int64_t at, const int8_t *const (&row)[C], int half) {
 #pragma GCC unroll 2
     for (int part = 0; part < V::kParts<F>; ++part) {
         V::Weights w[T];
-        for (int t = 0; t < T; ++t) w[t] = V::unpack<F>(chunk[t] + at * chunk_bytes(F), half, part);
+        for (int t = 0; t < T; ++t) {
+            const uint8_t *from = chunk[t] + at * kChunk<F, Panel>;
+            if constexpr (Panel) w[t] = V::load_bytes(from + half * sizeof(V::Weights));
+            else w[t] = V::unpack<F>(from, half, part);
+        }
 #pragma GCC unroll 6
         for (int c = 0; c < C; ++c) {
             const V::Inputs four = V::inputs(row[c] + 8 * at + 4 * half);
@@ -36,22 +44,22 @@ inline __attribute__((always_inline)) void add_half(V::Sums (&sum)[C][kSums<F, T
     }
 }
 
-// sums += products over the next `chunks` chunks of 8 inputs; code row c has its codes at x + c * stride. Where V::kFirst, sums = those products
-template <Format F, int C, int T>
+// sums += products over the next `chunks` chunks of 8 inputs; code row c has its codes at x + c * stride. First: sums = those products
+template <Format F, bool First, bool Panel, int C, int T>
 inline __attribute__((always_inline)) void add_chunks(V::Sums (&sum)[C][kSums<F, T>], const uint8_t *(&chunk)[T], const int8_t *x, int64_t stride, int64_t chunks) {
     const int8_t *row[C];
 #pragma GCC unroll 6
     for (int c = 0; c < C; ++c) row[c] = V::pointer(x + c * stride);
-    if constexpr (V::kFirst) {
-        add_half<F, true, C, T>(sum, chunk, 0, row, 0);
-        add_half<F, false, C, T>(sum, chunk, 0, row, 1);
+    if constexpr (First) {
+        add_half<F, true, Panel, C, T>(sum, chunk, 0, row, 0);
+        add_half<F, false, Panel, C, T>(sum, chunk, 0, row, 1);
     }
 #pragma GCC unroll 8
-    for (int64_t i = V::kFirst; i < chunks; ++i) {
-        add_half<F, false, C, T>(sum, chunk, i, row, 0);
-        add_half<F, false, C, T>(sum, chunk, i, row, 1);
+    for (int64_t i = First; i < chunks; ++i) {
+        add_half<F, false, Panel, C, T>(sum, chunk, i, row, 0);
+        add_half<F, false, Panel, C, T>(sum, chunk, i, row, 1);
     }
-    for (int t = 0; t < T; ++t) chunk[t] += chunks * chunk_bytes(F);
+    for (int t = 0; t < T; ++t) chunk[t] += chunks * kChunk<F, Panel>;
 }
 
 // Memory that is brought nearer while something else is computed, `step` bytes for each block of inputs
@@ -59,6 +67,7 @@ struct Ahead {
     const uint8_t *next, *end;
     int64_t step;
 
+    bool left() const { return next < end; }
     void fetch() {
         for (const uint8_t *to = std::min(next + step, end); next < to; next += 64) __builtin_prefetch(next, 0, 2);
     }
@@ -75,12 +84,12 @@ struct Strip {
 constexpr int64_t kNear = 3072;  // bytes
 
 inline bool brings_near() {
-    static const bool near = !__builtin_cpu_is("amdfam17h") && !__builtin_cpu_is("amdfam19h");  // Zen to Zen 4, of which a Zen 4 was measured
+    static const bool near = !(__builtin_cpu_is("amdfam19h") && __builtin_cpu_supports("avx512f"));
     return near;
 }
 
 // What is brought while rows pass over a strip of tiles of `bytes` each.
-// One group that reads one stream: what comes kNear later (or somewhat more, where a block is no whole number of lines), but for one row on Zen to Zen 4: a Zen 4 reads its weights as fast as they come already and takes
+// One group that reads one stream: what comes kNear later (or somewhat more, where a block is no whole number of lines), but for one row on a Zen 4, which reads its weights as fast as they come already and takes
 // longer when they are brought ahead (2048 and 4096 inputs, a Xeon with AMX: 1 row 26.5 -> 29 GB/s, 2 rows 22 -> 25; a Zen 5: 41 -> 43 and 38 -> 44; a Zen 4: 2 rows 24 -> 31, with AVX2 3 and 4 rows 25 -> 29 and 23 -> 25).
 // Else as many tiles after the strip, two tiles or fewer a call: 32 rows then take 26 instead of 29 ms for all of SmolLM2's weights, 3 rows half the time.
 inline Ahead next_tiles(const Weight &w, const uint8_t *from, int64_t bytes, const Strip &s) {
@@ -97,6 +106,25 @@ inline Ahead scales_after(const Weight &w, const Strip &s) {
     return next_tiles(w, reinterpret_cast<const uint8_t *>(w.scales), w.blocks * kTile * static_cast<int64_t>(sizeof(float)), s);
 }
 
+// Codes and scales of the next tiles, and keys and values
+struct AllAhead {
+    CacheAhead *cache;
+    Ahead codes{}, scales{};
+
+    explicit AllAhead(CacheAhead *of_thread) : cache(of_thread) {}
+    void begin(const Weight &w, const Strip &strip) {
+        codes = codes_after(w, strip);
+        scales = scales_after(w, strip);
+    }
+    bool left() const { return codes.left() || scales.left() || cache->left(); }
+    // So many multiplications are about to be done
+    void fetch(int64_t products) {
+        codes.fetch();
+        scales.fetch();
+        cache->fetch(products);
+    }
+};
+
 // The product of `rows` <= R rows with the next tiles, and how many tiles that were
 template <int R, typename Product>
 int64_t some_rows(Product &product, int64_t rows, int64_t row, int64_t tile, int64_t tiles) {
@@ -111,21 +139,32 @@ int64_t some_rows(Product &product, int64_t rows, int64_t row, int64_t tile, int
     return T;
 }
 
-// A piece [its rows] x [its tiles]: strips of tiles stay in the second-level cache while groups of rows, nearly equal ones, pass over them.
-// Product: kLimbs bytes a code, kMost rows in registers, begin(strip), compute<R, T>(row, tile) for R rows x T tiles
 template <typename Product, typename Piece>
-void all_rows(const Piece &p, Product product) {
-    const int64_t rows = p.row_end - p.row, groups = (rows + Product::kMost - 1) / Product::kMost;
+int64_t groups_of(const Piece &p) { return (p.row_end - p.row + Product::kMost - 1) / Product::kMost; }
+
+// A piece [its rows] x [its tiles]: strips of tiles stay in the second-level cache while groups of rows, nearly equal ones, pass over them, over S tiles at a time, of which prepare(the first) is called before.
+// Product: kLimbs bytes a code, kMost rows in registers, begin(strip), compute<R, T>(row, tile) for R rows x T tiles
+template <int64_t S, typename Product, typename Piece, typename Prepare>
+void all_rows(const Piece &p, Product product, const Prepare &prepare) {
+    const int64_t rows = p.row_end - p.row, groups = groups_of<Product>(p);
     const bool stream = groups == 1 && V::tiles(static_cast<int>(rows * Product::kLimbs)) == 1;
     for (int64_t first = p.tile; first < p.tile_end; first += kWideTiles) {
         const Strip strip{first, std::min(p.tile_end, first + kWideTiles), rows, groups, stream};
         product.begin(strip);
-        for (int64_t row = p.row, left = groups; left > 0; --left) {
-            const int64_t here = (p.row_end - row + left - 1) / left;
-            for (int64_t tile = strip.tile; tile < strip.tile_end;) tile += some_rows<Product::kMost>(product, here, row, tile, strip.tile_end - tile);
-            row += here;
+        for (int64_t some = strip.tile; some < strip.tile_end; some += S) {
+            prepare(some);
+            for (int64_t row = p.row, left = groups, end = std::min(some + S, strip.tile_end); left > 0; --left) {
+                const int64_t here = (p.row_end - row + left - 1) / left;
+                for (int64_t tile = some; tile < end;) tile += some_rows<Product::kMost>(product, here, row, tile, end - tile);
+                row += here;
+            }
         }
     }
+}
+
+template <typename Product, typename Piece>
+void all_rows(const Piece &p, const Product &product) {
+    all_rows<kWideTiles>(p, product, [](int64_t) {});
 }
 
 }  // namespace

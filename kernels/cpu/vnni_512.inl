@@ -52,7 +52,7 @@ struct V {
     using Weights = __m512i;
     using Sums = __m512i;
     using Integers = __m512i;
-    static constexpr int64_t kSpan = 64;
+    static constexpr bool kWraps = false, kPanels = false;
     static constexpr bool kByMagic = true;
     template <Format F>
     static constexpr int kParts = 1;
@@ -71,6 +71,8 @@ struct V {
         const __m512i both = _mm512_loadu_si512(chunk);
         return _mm512_and_si512(half ? _mm512_srli_epi32(both, 4) : both, _mm512_set1_epi8(15));
     }
+    static Weights load_bytes(const uint8_t *p) { return _mm512_loadu_si512(p); }
+    static void store_bytes(uint8_t *p, Weights b) { _mm512_storeu_si512(p, b); }
     static const int8_t *pointer(const int8_t *x) { return x; }
     static Inputs inputs(const int8_t *x) {
         int four;

@@ -59,7 +59,11 @@ struct CodeSums {  // of a segment
 };
 
 struct CenteredSegment {
-    float scale, magic;  // scale * kMagic
+    float scale;
+    union {
+        float magic;     // scale * kMagic
+        int32_t starts;  // with AVX2, whose sums wrap
+    };
     int32_t offset;      // - zero * sum of whole codes, where there is one zero point; kMagicBits more where a block is one segment, with AVX-512
     int32_t middle;      // in the lower 16 bits; 1 in the upper ones
 };
@@ -68,6 +72,11 @@ struct PairedSegment {  // of products by pairs (blockwise_avx512_pairs.cpp)
     float scale, magic;
     int32_t middle, starts[2];  // what sums start with in even and in odd tiles of a strip
 };
+
+// Sums of 16 bits (AVX2) of a segment around a middle hold two of every four inputs. A weight's code less 8 is -8 to 7, so that 32 such products are at most 120 * 8 * 32 < 2^15: what is added wraps, and ends right where it starts with -8 times the sum
+// of these inputs' codes (`starts`: of the first two inputs in the lower 16 bits, of the others above). The middle multiplies the sum of the weights' codes less kWrappedSum; `offset` is what is left of zero points then.
+constexpr int32_t kWrappedLess = 8, kWrappedSum = kWrappedLess * static_cast<int32_t>(kCentered);
+inline bool wraps_alone(const Weight &w) { return w.zero == kWrappedLess && w.block_k % kCentered == 0; }  // whether offsets are 0
 
 struct RoundedBlocks {  // codes, sums, group_scales and centered can be read up to whole groups of 16 rows, where a task begins
     int8_t *codes;              // [rows][limbs][inputs()], the high byte first

@@ -14,6 +14,7 @@ class alignas(64) CacheAhead {
     // Of sequences [sequence, sequence_end) of a step, spread over `products`, the multiplications of this thread until then
     CacheAhead(const Attention &a, const int32_t *query_starts, int64_t sequence, int64_t sequence_end, int64_t products);
 
+    bool left() const { return rate_ != 0; }
     // So many multiplications are about to be done
     void fetch(int64_t products) {
         for (due_ += products * rate_; due_ >= kLine && (next_ != end_ || next_block()); due_ -= kLine) __builtin_prefetch(line(), 0, 2);

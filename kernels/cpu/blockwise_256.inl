@@ -199,6 +199,7 @@ struct V256 {
     static void put_away(T (&floats)[R][N]) {
         if constexpr (R > 1) asm volatile("" : "+m"(floats));
     }
+    static Words start_words(int32_t offset) { return {_mm256_set1_epi32(offset), _mm256_set1_epi32(offset)}; }
     static Words add(const Words &a, const Words &b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
     static Words load_words(const int16_t *p) {
         const auto *halves = reinterpret_cast<const __m128i *>(p);

@@ -1,5 +1,5 @@
-// Products with activations rounded by segments for AVX2 (compiled with that flag; called only where CPUID has it). Products of 4-bit codes and bytes are summed in 16 bits,
-// which hold 32 inputs: 8 products of pairs, each at most 15 * 128 * 2. Bytes of weights are taken as two 4-bit halves. Sums of segments around a middle wrap (blockwise.h), and hold all 64 inputs.
+// Products with activations rounded by segments for AVX2 (compiled with that flag; called only where CPUID has it). Around a middle, bytes are multiplied by codes of 4 bits and summed in 16 bits, which wrap (blockwise.h).
+// All else is multiplied as words, since products of two bytes, or sums of a few, do not fit into 16 bits.
 #include "blockwise_256.inl"
 
 namespace qforge {
@@ -16,19 +16,28 @@ inline int32_t wrapped_starts(const int8_t *codes, int64_t inputs) {
     return _mm_cvtsi128_si32(_mm_add_epi16(four, _mm_shuffle_epi32(four, 0xB1)));
 }
 
+// The codes of a segment as words, inputs 0 2 1 3 of every four (words_256.inl) -> their sum; inputs: a multiple of 8
+inline int32_t round_words(const float *x, int64_t inputs, float inverse, int16_t *to) {
+    const __m256 by = _mm256_set1_ps(inverse);
+    __m256i sum = _mm256_setzero_si256();
+    for (int64_t i = 0; i < inputs; i += 8) {
+        __m256i code = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), by));
+        if (inverse == 0) code = _mm256_setzero_si256();
+        sum = _mm256_add_epi32(sum, code);
+        const __m256i even_first = _mm256_shuffle_epi32(code, 0xD8);
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(to + i), _mm_packs_epi32(_mm256_castsi256_si128(even_first), _mm256_extracti128_si256(even_first, 1)));
+    }
+    return sum_of_lanes(sum);
+}
+
 struct V : V256 {
     using Sums = Bytes;  // pairs of bytes
-    static constexpr bool kWraps = true, kPanels = true;
-    template <Format F>
-    static constexpr int kParts = F == Format::INT8 ? 2 : 1;  // the lower 4 bits, and the upper ones
-    static constexpr bool kFirst = true;  // 16 bits do not hold an offset, too
-
-    // 12 sums
-    template <Format F, int L>
-    static constexpr int kCodeRows = F == Format::INT4 ? 6 : L == 2 ? 2 : 3;
+    static constexpr bool kWraps = true, kPanels = true, kWords = true;
+    template <Format, int>
+    static constexpr int kCodeRows = 6;  // 12 sums
 
     template <Format F>
-    static Weights unpack(const uint8_t *chunk, int half, int part) { return F == Format::INT4 ? nibbles(load_bytes(chunk), half) : nibbles(load_bytes(chunk + 64 * half), part); }
+    static Weights unpack(const uint8_t *chunk, int half) { return nibbles(load_bytes(chunk), half); }
     static Sums start(int32_t pair) { return {_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)}; }
     // Less kWrappedSum, beside 0
     static Words load_words(const int16_t *p) {
@@ -37,23 +46,15 @@ struct V : V256 {
         return {less(halves), less(halves + 1)};
     }
     // Compilers order these for the shortest wait, for which 16 registers are too few beside 12 sums: 31 multiplications of bytes a cycle (Zen 4) written out, 26 else
-    template <bool First>
     static void add_products(Sums &sum, const Weights &w, Inputs x) {
-        const auto &four = *reinterpret_cast<const int8_t(*)[4]>(x);
-        if constexpr (First) {
-            asm("vpbroadcastd %[x], %[lo]\n\tvpmaddubsw %[lo], %[wh], %[hi]\n\tvpmaddubsw %[lo], %[wl], %[lo]" : [lo] "=&x"(sum.lo), [hi] "=&x"(sum.hi) : [wl] "x"(w.lo), [wh] "x"(w.hi), [x] "m"(four));
-            return;
-        }
         __m256i a, b;
         asm("vpbroadcastd %[x], %[a]\n\tvpmaddubsw %[a], %[wl], %[b]\n\tvpmaddubsw %[a], %[wh], %[a]\n\tvpaddw %[b], %[sl], %[sl]\n\tvpaddw %[a], %[sh], %[sh]"
             : [sl] "+x"(sum.lo), [sh] "+x"(sum.hi), [a] "=&x"(a), [b] "=&x"(b)
-            : [wl] "x"(w.lo), [wh] "x"(w.hi), [x] "m"(four));
+            : [wl] "x"(w.lo), [wh] "x"(w.hi), [x] "m"(*reinterpret_cast<const int8_t(*)[4]>(x)));
     }
-    static Words times(const Sums &pairs, short factor) { return {_mm256_madd_epi16(pairs.lo, _mm256_set1_epi16(factor)), _mm256_madd_epi16(pairs.hi, _mm256_set1_epi16(factor))}; }
-    template <Format F>
-    static Words whole(const Sums *sum, int32_t offset) {
-        const Words from{_mm256_set1_epi32(offset), _mm256_set1_epi32(offset)}, lower = add(from, times(sum[0], 1));
-        return kParts<F> == 1 ? lower : add(lower, times(sum[1], 16));
+    static Words whole(const Sums &pairs, int32_t offset) {
+        const __m256i ones = _mm256_set1_epi16(1), from = _mm256_set1_epi32(offset);
+        return add({from, from}, {_mm256_madd_epi16(pairs.lo, ones), _mm256_madd_epi16(pairs.hi, ones)});
     }
 };
 
@@ -61,9 +62,12 @@ struct V : V256 {
 }  // namespace qforge
 
 #include "blockwise_x86.inl"
+#include "words_256.inl"
 
 namespace qforge {
 namespace {
+
+void piece(const BlockwisePiece &p, void *scratch) { centered(*p.weight) ? centered_piece(p, scratch) : words_piece(p); }
 
 int64_t panel_bytes(const Weight &w) { return centered(w) ? w.inputs() * kTile : 0; }
 

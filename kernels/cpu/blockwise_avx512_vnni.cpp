@@ -130,6 +130,7 @@ inline bool round_four_centered(const float *x, int64_t x_step, const float *inv
 }  // namespace qforge
 
 #include "blockwise_x86.inl"
+#include "bytes_x86.inl"
 
 namespace qforge {
 

@@ -30,27 +30,30 @@ struct Roundings {  // of as many segments as are measured at once
     int32_t middle[kAtOnce];
 };
 
+// How codes are kept: around a middle, as a byte, as two bytes apart, as a word (V::kWords)
+enum class Kept { CENTERED, BYTE, TWO_BYTES, WORD };
+
 // Where the segments of a walk are
-template <int64_t Whole>
+template <int64_t Whole, typename Code>
 struct Places {
     const float *x;
-    int8_t *codes;
+    Code *codes;
     int64_t x_step, code_step;  // from one to the next, where all are whole
     int64_t block_k, in_block;
     bool whole;
 
     int64_t inputs(int64_t i) const { return whole ? Whole : std::min(Whole, block_k - i % in_block * Whole); }
     const float *from(int64_t i) const { return x + at(i, x_step); }
-    int8_t *to(int64_t i) const { return codes + at(i, code_step); }
+    Code *to(int64_t i) const { return codes + at(i, code_step); }
 
   private:
     int64_t at(int64_t i, int64_t step) const { return whole ? i * step : i / in_block * block_k + i % in_block * Whole; }
 };
 
-template <int L>
-void measure(const Places<kSegment> &places, int64_t done, int64_t here, int64_t fours, Roundings &to) {
+// most: the largest code
+template <typename Code>
+void measure(const Places<kSegment, Code> &places, float most, int64_t done, int64_t here, int64_t fours, Roundings &to) {
     constexpr uint32_t kInfinity = 0x7F800000;  // NaNs' bits are larger
-    constexpr float most = L == 2 ? 32512.0f : 127.0f;
     uint32_t bits[kAtOnce];
     for (int64_t i = 0; i < fours; i += 4) largest_bits_of_four(places.from(done + i), places.x_step, bits + i);
     for (int64_t i = fours; i < here; ++i) bits[i] = largest_bits(places.from(done + i), places.inputs(done + i));
@@ -63,7 +66,7 @@ void measure(const Places<kSegment> &places, int64_t done, int64_t here, int64_t
     }
 }
 
-void measure_centered(const Places<kCentered> &places, int64_t done, int64_t here, int64_t fours, Roundings &to) {
+void measure_centered(const Places<kCentered, int8_t> &places, int64_t done, int64_t here, int64_t fours, Roundings &to) {
     constexpr int32_t kInfinity = 0x7F800000, kMinusInfinity = ~kInfinity;  // ordered
     int32_t high[kAtOnce], low[kAtOnce];
     for (int64_t i = 0; i < fours; i += 4) extremes_of_four(places.from(done + i), places.x_step, high + i, low + i);
@@ -82,39 +85,42 @@ void measure_centered(const Places<kCentered> &places, int64_t done, int64_t her
     }
 }
 
-// C: segments around a middle. x: from the walk's first segment on
-template <int L, bool C>
+// x: from the walk's first segment on
+template <Kept K>
 void round_walk(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &out, const Walk &walk) {
-    constexpr int64_t kWhole = C ? kCentered : kSegment;
+    constexpr bool kMiddle = K == Kept::CENTERED;
+    constexpr int64_t kWhole = kMiddle ? kCentered : kSegment, L = K == Kept::TWO_BYTES ? 2 : 1;
+    using Code = std::conditional_t<K == Kept::WORD, int16_t, int8_t>;
     const int64_t inputs = w.inputs(), in_block = segments_of_block(w), segments = w.blocks * in_block, step = walk.down ? segments : 1;
-    const Places<kWhole> places{x, out.codes + walk.row * L * inputs + first_input(w, walk.segment), walk.down ? x_stride : kWhole, walk.down ? L * inputs : kWhole, w.block_k, in_block, w.block_k % kWhole == 0};
+    const Places<kWhole, Code> places{x, reinterpret_cast<Code *>(out.codes) + walk.row * L * inputs + first_input(w, walk.segment), walk.down ? x_stride : kWhole, walk.down ? L * inputs : kWhole, w.block_k, in_block, w.block_k % kWhole == 0};
     const int32_t bits = V::kByMagic ? first_bits(w) : 0;
     int64_t at = walk.row * segments + walk.segment;
     for (int64_t done = 0; done < walk.count; done += kAtOnce) {
         const int64_t here = std::min(kAtOnce, walk.count - done), fours = places.whole ? here / 4 * 4 : 0;
         Roundings to;
         CodeSums codes[kAtOnce];
-        if constexpr (C) measure_centered(places, done, here, fours, to);
-        else measure<L>(places, done, here, fours, to);
+        if constexpr (kMiddle) measure_centered(places, done, here, fours, to);
+        else measure(places, limbs(w) == 2 ? 32512.0f : 127.0f, done, here, fours, to);
         for (int64_t i = 0; i < here;) {
             const float *from = places.from(done + i);
-            int8_t *high = places.to(done + i);
+            Code *high = places.to(done + i);
             if (i + 4 <= fours) {
                 bool four = false;
-                if constexpr (C) four = round_four_centered(from, places.x_step, to.inverse + i, to.middle + i, high, places.code_step, codes + i);
-                else if constexpr (L == 1) four = round_four(from, places.x_step, to.inverse + i, high, places.code_step, codes + i);
+                if constexpr (kMiddle) four = round_four_centered(from, places.x_step, to.inverse + i, to.middle + i, high, places.code_step, codes + i);
+                else if constexpr (K == Kept::BYTE) four = round_four(from, places.x_step, to.inverse + i, high, places.code_step, codes + i);
                 if (four) {
                     i += 4;
                     continue;
                 }
             }
             const int64_t length = places.inputs(done + i);
-            if constexpr (C) codes[i].all = round_centered(from, length, to.inverse[i], to.middle[i], high) + to.middle[i] * static_cast<int32_t>(length);
+            if constexpr (kMiddle) codes[i].all = round_centered(from, length, to.inverse[i], to.middle[i], high) + to.middle[i] * static_cast<int32_t>(length);
+            else if constexpr (K == Kept::WORD) codes[i].all = round_words(from, length, to.inverse[i], high);
             else codes[i] = round_segment<L>(from, length, to.inverse[i], high, L == 2 ? high + inputs : nullptr);
             ++i;
         }
         for (int64_t i = 0; i < here; ++i, at += step) {
-            if constexpr (C) {
+            if constexpr (kMiddle) {
                 CenteredSegment &n = out.centered[at] = {to.scale[i], {to.scale[i] * kMagic}, bits - w.zero * codes[i].all, 1 << 16 | (to.middle[i] & 0xFFFF)};
                 if constexpr (V::kWraps) {
                     const int32_t length = static_cast<int32_t>(places.inputs(done + i)), zero = std::max(w.zero, 0);
@@ -123,7 +129,7 @@ void round_walk(const Weight &w, const float *x, int64_t x_stride, const Rounded
                 }
             } else {
                 out.scales[at] = to.scale[i];
-                out.offsets[at * L] = -w.zero * codes[i].high;
+                out.offsets[at * L] = -w.zero * (L == 2 ? codes[i].high : codes[i].all);
                 if (L == 2) out.offsets[at * L + 1] = -w.zero * (codes[i].all - 256 * codes[i].high);
             }
             if (w.zero >= 0) continue;
@@ -133,81 +139,18 @@ void round_walk(const Weight &w, const float *x, int64_t x_stride, const Rounded
     }
 }
 
+template <bool Words>
+auto walk_of(const Weight &w) {
+    if constexpr (Words) return centered(w) ? round_walk<Kept::CENTERED> : round_walk<Kept::WORD>;
+    else return centered(w) ? round_walk<Kept::CENTERED> : limbs(w) == 2 ? round_walk<Kept::TWO_BYTES> : round_walk<Kept::BYTE>;
+}
+
 void round_rows(const Weight &w, const float *x, int64_t x_stride, const RoundedBlocks &rounded, int64_t row, int64_t row_end, int64_t segment, int64_t segment_end) {
-    const auto run = limbs(w) == 2 ? round_walk<2, false> : centered(w) ? round_walk<1, true> : round_walk<1, false>;
+    const auto run = walk_of<V::kWords>(w);
     each_walk(w, row, row_end, segment, segment_end, [&](const Walk &walk) { run(w, x + (walk.row - row) * x_stride + first_input(w, walk.segment) - first_input(w, segment), x_stride, rounded, walk); });
 }
 
 // ---- product ----
-
-// part = fma(scale of the row's segment, sum, part) for R rows x T tiles; First: part = scale * sum, as if part were 0
-template <Format F, int L, bool Z, bool First, int R, int T>
-inline __attribute__((always_inline)) void add_segment(V::Floats (&part)[R][T], const V::Sums (&sum)[R * L][kSums<F, T>], const float *scales, const int32_t *offsets, int64_t stride) {
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-        const float scale = scales[r * stride];
-        const int32_t *offset = offsets + r * stride * L;
-        for (int t = 0; t < T; ++t) {
-            auto whole = V::whole<F>(&sum[r * L][t * V::kParts<F>], Z ? offset[0] : 0);
-            if constexpr (L == 2) whole = V::join(whole, V::whole<F>(&sum[r * L + 1][t * V::kParts<F>], Z ? offset[1] : 0));
-            const V::Floats by = V::spread(scale), value = V::to_floats(whole);
-            part[r][t] = First ? V::multiply(by, value) : V::fma(by, value, part[r][t]);
-        }
-    }
-}
-
-template <Format F, int L, bool Z>
-struct Product {
-    static constexpr int kLimbs = L, kMost = V::kCodeRows<F, L> / L;
-    const BlockwisePiece &p;
-    AllAhead ahead;
-
-    explicit Product(const BlockwisePiece &piece) : p(piece), ahead(piece.cache) {}
-    void begin(const Strip &strip) { ahead.begin(*p.weight, strip); }
-
-    template <int R, int T>
-    void compute(int64_t row, int64_t tile) {
-        const Weight &w = *p.weight;
-        const int64_t inputs = w.inputs(), segments = segments_of_block(w), stride = w.blocks * segments;
-        const int8_t *x = p.rounded.codes + row * L * inputs;
-        const float *scale = p.rounded.scales + row * stride, *row_sum = p.rounded.sums + row * w.blocks;
-        const int32_t *offset = p.rounded.offsets + row * stride * L;
-        const uint8_t *chunk[T];
-        V::Floats total[R][T];
-#pragma GCC unroll 6
-        for (int r = 0; r < R; ++r)
-            for (int t = 0; t < T; ++t) total[r][t] = V::spread(0);
-        for (int t = 0; t < T; ++t) chunk[t] = chunks_of(w, tile + t);
-        const bool brings = ahead.left();
-        for (int64_t b = 0; b < w.blocks; ++b) {
-            if (brings) ahead.fetch(R * T * kTile * w.block_k);
-            V::Floats part[R][T];
-            if constexpr (!V::kAway)
-#pragma GCC unroll 6
-                for (int r = 0; r < R; ++r)
-                    for (int t = 0; t < T; ++t) part[r][t] = V::spread(0);
-            for (int64_t left = w.block_k; left > 0; left -= kSegment, ++scale, offset += L) {
-                V::put_away(total);
-                if (left < w.block_k) V::put_away(part);
-                V::Sums sum[R * L][kSums<F, T>];
-                start_sums(sum, [&](int c) { return Z ? offset[c / L * stride * L + c % L] : 0; });
-                if (left >= kSegment) {  // apart, so that its loop has no end to look for
-                    add_chunks<F, V::kFirst, false, R * L, T>(sum, chunk, x, inputs, kSegment / 8);
-                    x += kSegment;
-                } else {
-                    add_chunks<F, V::kFirst, false, R * L, T>(sum, chunk, x, inputs, left / 8);
-                    x += left;
-                }
-                if (V::kAway && left == w.block_k) add_segment<F, L, Z, true, R, T>(part, sum, scale, offset, stride);
-                else add_segment<F, L, Z, false, R, T>(part, sum, scale, offset, stride);
-            }
-            add_block<Z>(total, part, w, tile, b, row_sum);
-        }
-        store(p, total, row, tile);
-    }
-};
-
-// ---- product of segments around a middle ----
 
 // part = fma(scale of the row's segment, sum over `chunks` chunks, part) for R rows x T tiles; First: part = scale * sum; Magic: the same, with sums that start with kMagicBits. Two: in two parts, the first of 32 inputs; Offset: sums have one
 template <bool Offset, bool First, bool Magic, bool Two, bool Panel, int R, int T>
@@ -215,28 +158,27 @@ inline __attribute__((always_inline)) void add_centered(V::Floats (&part)[R][T],
     static_assert(First || !Magic);
     static_assert(!V::kWraps || (!Two && !Magic));
     constexpr Format F = Format::INT4;
-    constexpr bool kFirst = V::kFirst && !V::kWraps;
-    V::Sums sum[R][kSums<F, T>];
+    V::Sums sum[R][T];
     V::Integers before[R][T];
     constexpr int32_t kNone = Magic ? kMagicBits : 0;  // in the place of an offset
     const auto offset = [&](int c) { return Offset ? n[c * stride].offset : kNone; };
     start_sums(sum, [&](int c) { return V::kWraps ? n[c * stride].starts : offset(c); });
     if constexpr (Two) {
-        add_chunks<F, kFirst, Panel, R, T>(sum, chunk, x, inputs, kSegment / 8);
+        add_chunks<F, Panel, R, T>(sum, chunk, x, inputs, kSegment / 8);
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r)
-            for (int t = 0; t < T; ++t) before[r][t] = V::whole<F>(&sum[r][t], offset(r));
+            for (int t = 0; t < T; ++t) before[r][t] = V::whole(sum[r][t], offset(r));
         V::put_away(before);
         start_sums(sum, [](int) { return 0; });
-        add_chunks<F, kFirst, Panel, R, T>(sum, chunk, x + kSegment, inputs, chunks - kSegment / 8);
+        add_chunks<F, Panel, R, T>(sum, chunk, x + kSegment, inputs, chunks - kSegment / 8);
     } else {
-        add_chunks<F, kFirst, Panel, R, T>(sum, chunk, x, inputs, chunks);
+        add_chunks<F, Panel, R, T>(sum, chunk, x, inputs, chunks);
     }
     for (int t = 0; t < T; ++t) {
         const V::Integers codes = V::load_words(code_sums[t]);
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
-            V::Integers whole = V::whole<F>(&sum[r][t], Two ? 0 : offset(r));
+            V::Integers whole = V::whole(sum[r][t], Two ? 0 : offset(r));
             if constexpr (Two) whole = V::add(before[r][t], whole);
             whole = V::add_products_of(whole, codes, n[r * stride].middle);
             const V::Floats by = V::spread(n[r * stride].scale);
@@ -321,7 +263,7 @@ constexpr int64_t kPanelGroups = 6;  // groups of rows for which a tile is unpac
 void unpack_tile(const Weight &w, int64_t tile, uint8_t *panel) {
     const uint8_t *chunk = chunks_of(w, tile), *end = chunk + w.inputs() / 8 * chunk_bytes(Format::INT4);
     for (; chunk < end; chunk += chunk_bytes(Format::INT4))
-        for (int half = 0; half < 2; ++half, panel += sizeof(V::Weights)) V::store_bytes(panel, V::unpack<Format::INT4>(chunk, half, 0));
+        for (int half = 0; half < 2; ++half, panel += sizeof(V::Weights)) V::store_bytes(panel, V::unpack<Format::INT4>(chunk, half));
 }
 
 template <bool Z, bool Offset, bool One>
@@ -336,18 +278,11 @@ void all_centered(const BlockwisePiece &p, uint8_t *panel) {
 template <bool Z, bool Offset>
 void any_blocks(const BlockwisePiece &p, uint8_t *panel) { one_segment(*p.weight) ? all_centered<Z, Offset, true>(p, panel) : all_centered<Z, Offset, false>(p, panel); }
 
-template <Format F, int L>
-void any_zeros(const BlockwisePiece &p) { p.weight->zero < 0 ? all_rows(p, Product<F, L, false>(p)) : all_rows(p, Product<F, L, true>(p)); }
-
-void piece(const BlockwisePiece &p, void *scratch) {
+void centered_piece(const BlockwisePiece &p, void *scratch) {
     const Weight &w = *p.weight;
-    if (centered(w)) {
-        auto *panel = static_cast<uint8_t *>(scratch);
-        if (w.zero < 0) return any_blocks<false, V::kWraps>(p, panel);
-        return V::kWraps && wraps_alone(w) ? any_blocks<true, !V::kWraps>(p, panel) : any_blocks<true, true>(p, panel);
-    }
-    if (w.format == Format::INT4) return any_zeros<Format::INT4, 2>(p);
-    limbs(w) == 2 ? any_zeros<Format::INT8, 2>(p) : any_zeros<Format::INT8, 1>(p);
+    auto *panel = static_cast<uint8_t *>(scratch);
+    if (w.zero < 0) return any_blocks<false, V::kWraps>(p, panel);
+    V::kWraps && wraps_alone(w) ? any_blocks<true, !V::kWraps>(p, panel) : any_blocks<true, true>(p, panel);
 }
 
 }  // namespace

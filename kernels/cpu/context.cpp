@@ -185,7 +185,7 @@ RoundedBlocks Context::BlocksRoom::of(const Weight &weight, int64_t rows) {
         if (static_cast<int64_t>(vector.size()) < size) vector.resize(static_cast<size_t>(size));
     };
     const int64_t segments = weight.blocks * segments_of_block(weight), whole = (rows + 15) / 16 * 16;  // rows that tiles of 16 read
-    grow(codes_, whole * weight.inputs() * limbs(weight));
+    grow(codes_, whole * weight.inputs() * (centered(weight) ? 1 : 2));  // AVX2 keeps words also of codes of one byte
     grow(group_scales_, whole * segments);
     grow(sums_, whole * weight.blocks);
     if (centered(weight)) {

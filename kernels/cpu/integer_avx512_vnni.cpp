@@ -86,7 +86,7 @@ struct Product {
             for (const int64_t end = b + w.run; b < end; ++b, x += w.block_k) {
                 codes_ahead.fetch();
                 p.cache->fetch(R * T * kTile * w.block_k);
-                add_chunks<F, V::kFirst, false, R, T>(sum, chunk, x, inputs, w.block_k / 8);
+                add_chunks<F, false, R, T>(sum, chunk, x, inputs, w.block_k / 8);
             }
             for (int t = 0; t < T; ++t) {
                 const V::Floats scale = V::load(w.scales + ((tile + t) * w.blocks + b - 1) * kTile);

@@ -1,7 +1,7 @@
 // Sums of products of activations' codes and weights' codes over a stretch of inputs, and the walk over rows and tiles with weights that are brought meanwhile: written once for the instruction sets of x86.
 // The file that includes this gives
-//   V: 16 columns side by side; V::Weights 4 inputs of them, or one of V::kParts<F> parts of their codes; V::Sums sums of their products, from an offset on (V::whole: all parts' as 32-bit integers);
-//   V::tiles(code rows): what registers hold; V::kFirst: whether sums begin as products, not from an offset, which V::whole adds.
+//   V: 16 columns side by side; V::Weights 4 inputs of them; V::Sums sums of their products, from an offset on (V::whole: as 32-bit integers);
+//   V::tiles(code rows): what registers hold.
 // A code row is one byte of each code of a row: 16-bit codes make two. Z: all zero points of the weight are one number, whose products with codes are the offsets that sums start with.
 #include <algorithm>
 
@@ -9,9 +9,6 @@
 
 namespace qforge {
 namespace {
-
-template <Format F, int T>
-constexpr int kSums = T * V::kParts<F>;  // of a code row and T tiles
 
 // sums of C code rows x T tiles = offset(c) of code row c
 template <int C, int N, typename Offset>
@@ -25,39 +22,32 @@ inline __attribute__((always_inline)) void start_sums(V::Sums (&sum)[C][N], cons
 template <Format F, bool Panel>
 constexpr int64_t kChunk = Panel ? 2 * sizeof(V::Weights) : chunk_bytes(F);
 
-// sums += products over 4 inputs, one half of chunk `at`; First: sums = those products
-template <Format F, bool First, bool Panel, int C, int T>
-inline __attribute__((always_inline)) void add_half(V::Sums (&sum)[C][kSums<F, T>], const uint8_t *const (&chunk)[T], int64_t at, const int8_t *const (&row)[C], int half) {
-#pragma GCC unroll 2
-    for (int part = 0; part < V::kParts<F>; ++part) {
-        V::Weights w[T];
-        for (int t = 0; t < T; ++t) {
-            const uint8_t *from = chunk[t] + at * kChunk<F, Panel>;
-            if constexpr (Panel) w[t] = V::load_bytes(from + half * sizeof(V::Weights));
-            else w[t] = V::unpack<F>(from, half, part);
-        }
+// sums += products over 4 inputs, one half of chunk `at`
+template <Format F, bool Panel, int C, int T>
+inline __attribute__((always_inline)) void add_half(V::Sums (&sum)[C][T], const uint8_t *const (&chunk)[T], int64_t at, const int8_t *const (&row)[C], int half) {
+    V::Weights w[T];
+    for (int t = 0; t < T; ++t) {
+        const uint8_t *from = chunk[t] + at * kChunk<F, Panel>;
+        if constexpr (Panel) w[t] = V::load_bytes(from + half * sizeof(V::Weights));
+        else w[t] = V::unpack<F>(from, half);
+    }
 #pragma GCC unroll 6
-        for (int c = 0; c < C; ++c) {
-            const V::Inputs four = V::inputs(row[c] + 8 * at + 4 * half);
-            for (int t = 0; t < T; ++t) V::add_products<First>(sum[c][t * V::kParts<F> + part], w[t], four);
-        }
+    for (int c = 0; c < C; ++c) {
+        const V::Inputs four = V::inputs(row[c] + 8 * at + 4 * half);
+        for (int t = 0; t < T; ++t) V::add_products(sum[c][t], w[t], four);
     }
 }
 
-// sums += products over the next `chunks` chunks of 8 inputs; code row c has its codes at x + c * stride. First: sums = those products
-template <Format F, bool First, bool Panel, int C, int T>
-inline __attribute__((always_inline)) void add_chunks(V::Sums (&sum)[C][kSums<F, T>], const uint8_t *(&chunk)[T], const int8_t *x, int64_t stride, int64_t chunks) {
+// sums += products over the next `chunks` chunks of 8 inputs; code row c has its codes at x + c * stride
+template <Format F, bool Panel, int C, int T>
+inline __attribute__((always_inline)) void add_chunks(V::Sums (&sum)[C][T], const uint8_t *(&chunk)[T], const int8_t *x, int64_t stride, int64_t chunks) {
     const int8_t *row[C];
 #pragma GCC unroll 6
     for (int c = 0; c < C; ++c) row[c] = V::pointer(x + c * stride);
-    if constexpr (First) {
-        add_half<F, true, Panel, C, T>(sum, chunk, 0, row, 0);
-        add_half<F, false, Panel, C, T>(sum, chunk, 0, row, 1);
-    }
 #pragma GCC unroll 8
-    for (int64_t i = First; i < chunks; ++i) {
-        add_half<F, false, Panel, C, T>(sum, chunk, i, row, 0);
-        add_half<F, false, Panel, C, T>(sum, chunk, i, row, 1);
+    for (int64_t i = 0; i < chunks; ++i) {
+        add_half<F, Panel, C, T>(sum, chunk, i, row, 0);
+        add_half<F, Panel, C, T>(sum, chunk, i, row, 1);
     }
     for (int t = 0; t < T; ++t) chunk[t] += chunks * kChunk<F, Panel>;
 }

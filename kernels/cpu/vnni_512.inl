@@ -52,11 +52,8 @@ struct V {
     using Weights = __m512i;
     using Sums = __m512i;
     using Integers = __m512i;
-    static constexpr bool kWraps = false, kPanels = false;
+    static constexpr bool kWraps = false, kPanels = false, kWords = false;
     static constexpr bool kByMagic = true;
-    template <Format F>
-    static constexpr int kParts = 1;
-    static constexpr bool kFirst = false;
 
     // 12 sums, which leave some of the parts and totals to memory. A Zen 5 adds to two sums a cycle, and each addition takes 4, so that the 8 sums of 4 rows wait for themselves: 5 rows take 23 % less time at once than
     // as 3 and 2, 6 rows 11 % less, 12 rows 7 %. A Zen 4, which adds to one: 5 rows 14 %, 12 rows 7 % (blocks of 128: 8 and 0).
@@ -66,7 +63,7 @@ struct V {
     static constexpr int tiles(int code_rows) { return code_rows <= 2 ? 1 : 2; }
 
     template <Format F>
-    static Weights unpack(const uint8_t *chunk, int half, int) {
+    static Weights unpack(const uint8_t *chunk, int half) {
         if constexpr (F == Format::INT8) return _mm512_loadu_si512(chunk + 64 * half);
         const __m512i both = _mm512_loadu_si512(chunk);
         return _mm512_and_si512(half ? _mm512_srli_epi32(both, 4) : both, _mm512_set1_epi8(15));
@@ -80,10 +77,8 @@ struct V {
         return _mm512_set1_epi32(four);
     }
     static Sums start(int32_t offset) { return _mm512_set1_epi32(offset); }
-    template <bool>
     static void add_products(Sums &sum, Weights w, Inputs x) { sum = _mm512_dpbusd_epi32(sum, w, x); }
-    template <Format F>
-    static __m512i whole(const Sums *sum, int32_t) { return *sum; }
+    static Integers whole(Sums sum, int32_t) { return sum; }
     static Integers add(Integers a, Integers b) { return _mm512_add_epi32(a, b); }
     static Integers load_words(const int16_t *p) { return _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))); }
     static Integers add_products_of(Integers sum, Integers pairs, int32_t pair) { return _mm512_dpwssd_epi32(sum, pairs, _mm512_set1_epi32(pair)); }

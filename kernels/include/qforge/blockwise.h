@@ -79,7 +79,7 @@ constexpr int32_t kWrappedLess = 8, kWrappedSum = kWrappedLess * static_cast<int
 inline bool wraps_alone(const Weight &w) { return w.zero == kWrappedLess && w.block_k % kCentered == 0; }  // whether offsets are 0
 
 struct RoundedBlocks {  // codes, sums, group_scales and centered can be read up to whole groups of 16 rows, where a task begins
-    int8_t *codes;              // [rows][limbs][inputs()], the high byte first
+    int8_t *codes;              // [rows][limbs][inputs()], the high byte first; with AVX2, where there is no middle, int16 [rows][inputs()] (words_256.inl)
     float *scales;              // [rows][blocks][segments_of_block], of segments that have no middle
     float *sums;                // [rows][blocks], where zero points differ
     float *group_scales;        // [(rows + 15) / 16][blocks][segments_of_block][16]: scales once more, for tiles of 16 rows

@@ -1,13 +1,15 @@
 // Products with activations rounded by segments (blockwise.h), written once for the instruction sets of x86. The file that includes this gives
-//   largest_bits(x, inputs): the bits of the largest magnitude; round_segment<bytes of a code>(x, inputs, inverse, high bytes, low bytes) -> CodeSums;
-//   largest_bits_of_four(x, x_step, bits): the same for four whole segments, x_step inputs apart; round_four(x, x_step, inverses, bytes, byte_step, sums): their codes of one byte, or false where it leaves them to round_segment;
+//   largest_bits(x, inputs): the bits of the largest magnitude; largest_bits_of_four(x, x_step, bits): the same for four whole segments, x_step inputs apart;
 //   for segments around a middle extremes(x, inputs), extremes_of_four(x, x_step, high, low), round_centered(x, inputs, inverse, middle, bytes) -> sum of those bytes, round_four_centered(x, x_step, inverses, middles, bytes, byte_step, sums);
-//   V: 16 columns side by side (sums_x86.inl), V::Floats, V::Integers; V::kCodeRows<F, bytes of a code>: code rows whose sums its registers hold; V::kWraps: whether V::Sums of a segment around a middle begin as its `starts` and wrap (blockwise_256.inl);
-//   V::kByMagic: whether sums of a block that is one segment become floats by kMagic.
+//   for others round_segment<bytes of a code>(x, inputs, inverse, high bytes, low bytes) -> CodeSums, and round_four(x, x_step, inverses, bytes, byte_step, sums): four segments' codes of one byte, or false where it leaves them to round_segment;
+//   where V::kWords instead round_words(x, inputs, inverse, words) -> sum of codes;  where V::kWraps wrapped_starts(bytes, inputs) -> CenteredSegment::starts;
+//   V: 16 columns side by side (sums_x86.inl), V::Floats, V::Integers; V::kCodeRows<F, bytes of a code>: code rows whose sums its registers hold; V::kByMagic: whether sums of a block that is one segment become floats by kMagic;
+//   V::kWraps: whether V::Sums of a segment around a middle begin as its `starts` and wrap (blockwise.h); V::kPanels: whether tiles are unpacked first where rows are many; V::kWords: whether codes without a middle are words.
 #include <immintrin.h>
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "qforge/blockwise.h"
 #include "blocks_x86.inl"

@@ -8,7 +8,8 @@ from typing import Any
 
 ENGINES = {"llama_cpp": "llama.cpp", "openvino": "OpenVINO GenAI", "vllm": "vLLM"}
 MODELS = {"smollm2": "SmolLM2-135M", "llama-1.1b": "Llama, 1.1B"}
-PROCESSORS = {"xeon": "Xeon with AMX", "zen5": "Zen 5", "zen4": "Zen 4"}
+PROCESSORS = {"xeon": "Xeon with AMX", "zen5": "Zen 5", "zen4": "Zen 4", "zen3": "Zen 3"}
+NO_MORE_THAN_AVX2 = {"zen3"}
 NAME = re.compile(rf"vs_({'|'.join(ENGINES)})-({'|'.join(MODELS)})-({'|'.join(PROCESSORS)})(-.*)?")
 COLUMNS = (
     "model", "beside", "processor; ours multiplies in", "32 requests, tokens/s", "first token, p50 (p99)",
@@ -28,7 +29,7 @@ def _line(name: str, found: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
     assert match, f"{name} names no engine, model and processor"
     engine, model, processor, _ = match.groups()
     rounds, where = found["rounds"], found["environment"]
-    avx2 = where["instruction_set"] == "avx2"
+    avx2 = where["instruction_set"] == "avx2" and processor not in NO_MORE_THAN_AVX2
     theirs = next(answer for who, answer in rounds[0].items() if who != "ours")
     others = found["activations"] != "bf16" and "bf16" in theirs.get("precisions", "")
     multiplied = found["activations"] + (" (theirs bf16)" if others else "")

@@ -80,7 +80,7 @@ inline bool brings_near() {
 
 // What is brought while rows pass over a strip of tiles of `bytes` each.
 // One group that reads one stream: what comes kNear later (or somewhat more, where a block is no whole number of lines), but for one row on a Zen 4, which reads its weights as fast as they come already and takes
-// longer when they are brought ahead (2048 and 4096 inputs, a Xeon with AMX: 1 row 26.5 -> 29 GB/s, 2 rows 22 -> 25; a Zen 5: 41 -> 43 and 38 -> 44; a Zen 4: 2 rows 24 -> 31, with AVX2 3 and 4 rows 25 -> 29 and 23 -> 25).
+// longer when they are brought ahead (2048 and 4096 inputs, a Xeon with AMX: 1 row 26.5 -> 29 GB/s, 2 rows 22 -> 25; a Zen 5: 41 -> 43 and 38 -> 44; a Zen 3: 1 row 23.5 -> 26; a Zen 4: 2 rows 24 -> 31, with AVX2 3 and 4 rows 25 -> 29 and 23 -> 25).
 // Else as many tiles after the strip, two tiles or fewer a call: 32 rows then take 26 instead of 29 ms for all of SmolLM2's weights, 3 rows half the time.
 inline Ahead next_tiles(const Weight &w, const uint8_t *from, int64_t bytes, const Strip &s) {
     if (w.blocks == 0) return {from, from, 0};

@@ -33,6 +33,12 @@ def test_a_line_has_medians_and_how_many_times_theirs(module: Any) -> None:
     assert line == "| SmolLM2-135M | vLLM | Zen 5; int8 | 250 (3.00) | 6.0 (6.0) | 1.2 (1.2) | 62.5 (3.00) | 2,000 (3.00) | 2026-11-29, 3 rounds |"
 
 
+def test_avx2_is_all_that_some_have(module: Any) -> None:
+    one = {"ours": {"decode": 40.0, "prefill": 400.0}, "llama.cpp": {"decode": 20.0, "prefill": 200.0}}
+    results = {f"vs_llama_cpp-smollm2-{processor}": result([one], "avx2") for processor in ("zen4", "zen3")}
+    assert [line.split(" | ")[2] for line in module("speed_table").table(results).splitlines()[2:]] == ["Zen 3; int8", "Zen 4, AVX2 alone; int8"]
+
+
 def test_what_was_not_measured_is_left_empty(module: Any) -> None:
     one = {"ours": {"decode": 40.0, "prefill": 400.0}, "llama.cpp": {"decode": 20.0, "prefill": 200.0}}
     *_, line = module("speed_table").table({"vs_llama_cpp-llama-1.1b-zen4": result([one], "avx2")}).splitlines()

@@ -29,28 +29,6 @@ inline void store_bytes(int8_t *to, __m256i words) {
     _mm_storel_epi64(reinterpret_cast<__m128i *>(to), _mm_packs_epi16(halves, halves));
 }
 
-// Rounds one segment
-template <int L>
-inline CodeSums round_segment(const float *x, int64_t inputs, float inverse, int8_t *high, int8_t *low) {
-    const __m256 by = _mm256_set1_ps(inverse);
-    __m256i sum = _mm256_setzero_si256(), high_sum = sum;
-    for (int64_t i = 0; i < inputs; i += 8) {
-        __m256i code = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), by));
-        if (inverse == 0) code = _mm256_setzero_si256();
-        sum = _mm256_add_epi32(sum, code);
-        if constexpr (L == 2) {
-            const __m256i upper = _mm256_srai_epi32(_mm256_add_epi32(code, _mm256_set1_epi32(128)), 8);
-            high_sum = _mm256_add_epi32(high_sum, upper);
-            store_bytes(high + i, upper);
-            store_bytes(low + i, _mm256_sub_epi32(code, _mm256_slli_epi32(upper, 8)));
-        } else {
-            store_bytes(high + i, code);
-        }
-    }
-    const int32_t all = sum_of_lanes(sum);
-    return {all, L == 2 ? sum_of_lanes(high_sum) : all};
-}
-
 // `combine` over the lanes of each of four vectors, the first vector's first
 template <typename F>
 inline __m128i of_four(const __m256i (&v)[4], const F &combine) {
@@ -65,24 +43,6 @@ inline void largest_bits_of_four(const float *x, int64_t x_step, uint32_t *bits)
     __m256i most[4];
     for (int i = 0; i < 4; ++i, x += x_step) most[i] = larger(larger(magnitudes(x), magnitudes(x + 8)), larger(magnitudes(x + 16), magnitudes(x + 24)));
     _mm_storeu_si128(reinterpret_cast<__m128i *>(bits), of_four(most, larger));
-}
-
-// Segments whose codes are all 0 are left to round_segment: they may have inputs that are no numbers
-inline bool round_four(const float *x, int64_t x_step, const float *inverse, int8_t *to, int64_t to_step, CodeSums *sums) {
-    if (inverse[0] == 0 || inverse[1] == 0 || inverse[2] == 0 || inverse[3] == 0) return false;
-    const __m256i ones = _mm256_set1_epi16(1), order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    __m256i sum[4];
-    for (int i = 0; i < 4; ++i, x += x_step, to += to_step) {
-        const __m256 by = _mm256_set1_ps(inverse[i]);
-        const auto codes = [&](int at) { return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + at), by)); };
-        const __m256i halves = _mm256_packs_epi32(codes(0), codes(8)), next_halves = _mm256_packs_epi32(codes(16), codes(24));
-        sum[i] = _mm256_add_epi32(_mm256_madd_epi16(halves, ones), _mm256_madd_epi16(next_halves, ones));
-        _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), _mm256_permutevar8x32_epi32(_mm256_packs_epi16(halves, next_halves), order));
-    }
-    const __m128i all = of_four(sum, [](__m256i a, __m256i b) { return _mm256_add_epi32(a, b); });
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(sums), _mm_unpacklo_epi32(all, all));
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(sums + 2), _mm_unpackhi_epi32(all, all));
-    return true;
 }
 
 // ---- segments around a middle ----
@@ -176,8 +136,6 @@ struct V256 {
     static constexpr bool kByMagic = false;  // one more number of each row, for which 16 registers are too few: .8 % slower
 
     static constexpr int tiles(int) { return 1; }  // registers hold no more for many rows, and few read memory fastest as one stream: 74 us against 110 with four (2048 x 2048)
-    template <typename Pair>  // Bytes or Words
-    static Pair nothing() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
     static Bytes load_bytes(const uint8_t *p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p + 32))}; }
     static void store_bytes(uint8_t *p, const Bytes &b) {
         _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), b.lo);
@@ -208,9 +166,6 @@ struct V256 {
     static Words add_products_of(const Words &sum, const Words &pairs, int32_t pair) {
         const __m256i by = _mm256_set1_epi32(pair);
         return add(sum, {_mm256_madd_epi16(pairs.lo, by), _mm256_madd_epi16(pairs.hi, by)});
-    }
-    static Words join(const Words &high, const Words &low) {
-        return {_mm256_add_epi32(_mm256_slli_epi32(high.lo, 8), low.lo), _mm256_add_epi32(_mm256_slli_epi32(high.hi, 8), low.hi)};
     }
     static Floats to_floats(const Words &w) { return {_mm256_cvtepi32_ps(w.lo), _mm256_cvtepi32_ps(w.hi)}; }
     static Floats as_floats(const Words &bits) { return {_mm256_castsi256_ps(bits.lo), _mm256_castsi256_ps(bits.hi)}; }

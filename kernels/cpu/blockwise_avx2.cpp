@@ -1,4 +1,4 @@
-// Products with activations rounded by segments for AVX2 (compiled with that flag; called only where CPUID has it). Around a middle, bytes are multiplied by codes of 4 bits and summed in 16 bits, which wrap (blockwise.h).
+// Products with activations rounded by segments for AVX2 (compiled with that flag; called only where CPUID has it). Around a middle, bytes are multiplied by codes of 4 bits and summed in 16 bits (narrow sums, blockwise.h).
 // All else is multiplied as words, since products of two bytes, or sums of a few, do not fit into 16 bits.
 #include "blockwise_256.inl"
 
@@ -6,8 +6,8 @@ namespace qforge {
 namespace {
 
 // What the sums of a segment start with; inputs: a multiple of 8
-inline int32_t wrapped_starts(const int8_t *codes, int64_t inputs) {
-    const __m256i by = _mm256_set1_epi8(kWrappedLess);
+inline int32_t narrow_starts(const int8_t *codes, int64_t inputs) {
+    const __m256i by = _mm256_set1_epi8(kNarrowLess);
     __m256i sum = _mm256_setzero_si256();
     for (; inputs >= 32; inputs -= 32, codes += 32) sum = _mm256_sub_epi16(sum, _mm256_maddubs_epi16(by, _mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes))));
     __m128i four = _mm_add_epi16(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
@@ -32,17 +32,17 @@ inline int32_t round_words(const float *x, int64_t inputs, float inverse, int16_
 
 struct V : V256 {
     using Sums = Bytes;  // pairs of bytes
-    static constexpr bool kWraps = true, kPanels = true, kWords = true;
+    static constexpr bool kNarrow = true, kPanels = true, kWords = true;
     template <Format, int>
     static constexpr int kCodeRows = 6;  // 12 sums
 
     template <Format F>
     static Weights unpack(const uint8_t *chunk, int half) { return nibbles(load_bytes(chunk), half); }
     static Sums start(int32_t pair) { return {_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)}; }
-    // Less kWrappedSum, beside 0
+    // Less kNarrowSum, beside 0
     static Words load_words(const int16_t *p) {
         const auto *halves = reinterpret_cast<const __m128i *>(p);
-        const auto less = [](const __m128i *eight) { return _mm256_cvtepu16_epi32(_mm_sub_epi16(_mm_loadu_si128(eight), _mm_set1_epi16(kWrappedSum))); };
+        const auto less = [](const __m128i *eight) { return _mm256_cvtepu16_epi32(_mm_sub_epi16(_mm_loadu_si128(eight), _mm_set1_epi16(kNarrowSum))); };
         return {less(halves), less(halves + 1)};
     }
     // Compilers order these for the shortest wait, for which 16 registers are too few beside 12 sums: 31 multiplications of bytes a cycle (Zen 4) written out, 26 else

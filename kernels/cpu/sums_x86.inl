@@ -1,8 +1,8 @@
 // Sums of products of activations' codes and weights' codes over a stretch of inputs, and the walk over rows and tiles with weights that are brought meanwhile: written once for the instruction sets of x86.
 // The file that includes this gives
-//   V: 16 columns side by side; V::Weights 4 inputs of them; V::Sums sums of their products, from an offset on (V::whole: as 32-bit integers);
+//   V: 16 columns side by side; V::Weights 4 inputs of them; V::Sums sums of their products, from V::start(a number) on; V::whole(sum, offset): 32-bit integers, and the offset added where sums cannot start with it;
 //   V::tiles(code rows): what registers hold.
-// A code row is one byte of each code of a row: 16-bit codes make two. Z: all zero points of the weight are one number, whose products with codes are the offsets that sums start with.
+// A code row is one byte of each code of a row: 16-bit codes make two. Z: all zero points of the weight are one number, whose products with codes are the offsets of sums.
 #include <algorithm>
 
 #include "qforge/blockwise.h"
@@ -74,12 +74,12 @@ struct Strip {
 constexpr int64_t kNear = 3072;  // bytes
 
 inline bool brings_near() {
-    static const bool near = !(__builtin_cpu_is("amdfam19h") && __builtin_cpu_supports("avx512f"));
+    static const bool near = !__builtin_cpu_is("amdfam17h") && !(__builtin_cpu_is("amdfam19h") && __builtin_cpu_supports("avx512f"));  // neither Zen and Zen 2, which were not measured, nor Zen 4
     return near;
 }
 
 // What is brought while rows pass over a strip of tiles of `bytes` each.
-// One group that reads one stream: what comes kNear later (or somewhat more, where a block is no whole number of lines), but for one row on a Zen 4, which reads its weights as fast as they come already and takes
+// One group that reads one stream: what comes kNear later (or somewhat more, where a block is no whole number of lines), but for one row on Zen, Zen 2 and Zen 4: a Zen 4 reads its weights as fast as they come already and takes
 // longer when they are brought ahead (2048 and 4096 inputs, a Xeon with AMX: 1 row 26.5 -> 29 GB/s, 2 rows 22 -> 25; a Zen 5: 41 -> 43 and 38 -> 44; a Zen 3: 1 row 23.5 -> 26; a Zen 4: 2 rows 24 -> 31, with AVX2 3 and 4 rows 25 -> 29 and 23 -> 25).
 // Else as many tiles after the strip, two tiles or fewer a call: 32 rows then take 26 instead of 29 ms for all of SmolLM2's weights, 3 rows half the time.
 inline Ahead next_tiles(const Weight &w, const uint8_t *from, int64_t bytes, const Strip &s) {
@@ -107,7 +107,7 @@ struct AllAhead {
         scales = scales_after(w, strip);
     }
     bool left() const { return codes.left() || scales.left() || cache->left(); }
-    // So many multiplications are about to be done
+    // As CacheAhead's
     void fetch(int64_t products) {
         codes.fetch();
         scales.fetch();

@@ -52,7 +52,7 @@ struct V {
     using Weights = __m512i;
     using Sums = __m512i;
     using Integers = __m512i;
-    static constexpr bool kWraps = false, kPanels = false, kWords = false;
+    static constexpr bool kNarrow = false, kPanels = false, kWords = false;
     static constexpr bool kByMagic = true;
 
     // 12 sums, which leave some of the parts and totals to memory. A Zen 5 adds to two sums a cycle, and each addition takes 4, so that the 8 sums of 4 rows wait for themselves: 5 rows take 23 % less time at once than

@@ -30,9 +30,9 @@ struct BlockwiseCase {
     std::vector<uint8_t> zeros;
 
     explicit BlockwiseCase(unsigned seed) : random(seed) {
-        constexpr int64_t lengths[] = {64, 64, 128, 32, 96, 72, 192, 8};
-        w = {below(3) ? Format::INT4 : Format::INT8, 1 + below(80), 1 + below(7), lengths[below(8)], 1, nullptr, nullptr, nullptr, nullptr, nullptr, below(3) ? Activations::INT8 : Activations::INT16};
-        rows = 1 + below(70);
+        constexpr int64_t lengths[] = {64, 64, 64, 64, 128, 128, 32, 96, 72, 192, 8, 16, 24, 40, 48, 120};
+        w = {below(3) ? Format::INT4 : Format::INT8, 1 + below(80), 1 + below(7), lengths[below(16)], 1, nullptr, nullptr, nullptr, nullptr, nullptr, below(3) ? Activations::INT8 : Activations::INT16};
+        rows = 1 + below(100);
         make_codes();
         make_scales();
         make_inputs();
@@ -55,7 +55,8 @@ struct BlockwiseCase {
     void make_codes() {
         codes = room(w.tiles() * tile_bytes(w));
         auto *bytes = static_cast<uint8_t *>(codes.get());
-        for (int64_t i = 0; i < w.tiles() * tile_bytes(w); ++i) bytes[i] = static_cast<uint8_t>(random());
+        const int64_t kind = below(12);  // of one in six all codes are the least, or the largest
+        for (int64_t i = 0; i < w.tiles() * tile_bytes(w); ++i) bytes[i] = kind < 2 ? static_cast<uint8_t>(-kind) : static_cast<uint8_t>(random());
         w.codes = bytes;
         for (int64_t t = 0; centered(w) && t < w.tiles(); ++t) {
             auto *sums = const_cast<int16_t *>(code_sums_of(w, t));
@@ -86,6 +87,8 @@ struct BlockwiseCase {
         const float middle = below(3) ? 0.0f : static_cast<float>(below(200) - 100);
         for (float &v : x) v = static_cast<float>(below(20001) - 10000) / 500.0f + middle;
         if (below(6) == 0) halves(w, x);
+        if (const int64_t together = 1 << below(3); below(6) == 0)  // the largest codes; so many have one sign
+            for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<int64_t>(i) / together % 2 ? -1.0f : 1.0f;
         if (below(5) == 0) x[static_cast<size_t>(below(static_cast<int64_t>(x.size())))] = below(2) ? NAN : below(2) ? INFINITY : -INFINITY;
         constexpr float factors[] = {0.0f, 0x1p-115f, 0x1p-104f, 0x1p105f};  // what has no codes, or hardly any, and what is too large around a middle
         if (const int64_t factor = below(8); factor < 4)

@@ -24,7 +24,7 @@
 
 namespace qforge {
 
-constexpr int64_t kSegment = 32;   // |sum| of 16-bit codes times bytes stays below 2^28; of one byte times 4-bit codes, by lanes of 8, below 2^15
+constexpr int64_t kSegment = 32;   // |sum| of 16-bit codes times bytes stays below 2^28
 constexpr int64_t kCentered = 64;  // inputs of a segment around a middle; |sum| stays below 2^22
 constexpr float kCenteredMost = 119.875f;  // 120, and room for the rounding of two products: bytes hold the sum of a code and one of 4 bits
 constexpr float kCenteredLeast = 0x1p-5f;  // half, of the largest magnitude
@@ -62,7 +62,7 @@ struct CenteredSegment {
     float scale;
     union {
         float magic;     // scale * kMagic
-        int32_t starts;  // with AVX2, whose sums wrap
+        int32_t starts;  // with AVX2, whose sums are narrow
     };
     int32_t offset;      // - zero * sum of whole codes, where there is one zero point; kMagicBits more where a block is one segment, with AVX-512
     int32_t middle;      // in the lower 16 bits; 1 in the upper ones
@@ -73,10 +73,11 @@ struct PairedSegment {  // of products by pairs (blockwise_avx512_pairs.cpp)
     int32_t middle, starts[2];  // what sums start with in even and in odd tiles of a strip
 };
 
-// Sums of 16 bits (AVX2) of a segment around a middle hold two of every four inputs. A weight's code less 8 is -8 to 7, so that 32 such products are at most 120 * 8 * 32 < 2^15: what is added wraps, and ends right where it starts with -8 times the sum
-// of these inputs' codes (`starts`: of the first two inputs in the lower 16 bits, of the others above). The middle multiplies the sum of the weights' codes less kWrappedSum; `offset` is what is left of zero points then.
-constexpr int32_t kWrappedLess = 8, kWrappedSum = kWrappedLess * static_cast<int32_t>(kCentered);
-inline bool wraps_alone(const Weight &w) { return w.zero == kWrappedLess && w.block_k % kCentered == 0; }  // whether offsets are 0
+// Narrow sums: of a segment around a middle in 16 bits (AVX2), each of two of every four inputs, so of 32 at most. They start with -8 times the sum of these inputs' codes (`starts`: of the first two inputs in the lower 16 bits, of the others above) and
+// are at each step the sum of code * (weight code - 8) over what was added, less 8 * code over what is still to come: each of 32 inputs counts 120 * 8 at most, so that they never leave 16 bits. (Weights' codes of 0 to 15 by themselves would, after 18.)
+// The middle multiplies the sum of the weights' codes less kNarrowSum; `offset` is what is left of zero points then.
+constexpr int32_t kNarrowLess = 8, kNarrowSum = kNarrowLess * static_cast<int32_t>(kCentered);
+inline bool narrow_without_offset(const Weight &w) { return w.zero == kNarrowLess && w.block_k % kCentered == 0; }  // offsets are 0
 
 struct RoundedBlocks {  // codes, sums, group_scales and centered can be read up to whole groups of 16 rows, where a task begins
     int8_t *codes;              // [rows][limbs][inputs()], the high byte first; with AVX2, where there is no middle, int16 [rows][inputs()] (words_256.inl)
@@ -117,7 +118,7 @@ struct BlockwiseFunctions {
     void (*piece)(const BlockwisePiece &piece, void *scratch);  // scratch: scratch_bytes(weight) bytes, 64-byte aligned, the thread's own
     int64_t tile_rows, most_rows;                               // rows that a task should have, or a multiple, up to so many
     int64_t (*scratch_bytes)(const Weight &weight);             // null: none
-    bool in_registers;                                          // whether weights are unpacked for each few rows anew, so that tasks may as well share them
+    bool in_registers;                                          // whether weights are unpacked for each few rows anew where rows are as few as half of a step of 32, so that tasks may as well share them
 };
 
 extern const BlockwiseFunctions blockwise_portable;

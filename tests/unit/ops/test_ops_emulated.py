@@ -1,4 +1,4 @@
-"""Products of each instruction set beside plain C++ on the same random cases (tests/native), also of those that this CPU cannot run: AMX's products and attention on tiles that plain C++ emulates, and ARM's products by qemu."""
+"""Each instruction set beside plain C++ on random cases (tests/native), also those that this CPU cannot run: AMX's products and attention on tiles that plain C++ emulates, ARM's products by qemu."""
 
 from __future__ import annotations
 
@@ -49,11 +49,19 @@ VNNI = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni"]
 
 
 @pytest.mark.parametrize(
-    ("name", "flags"), [_here("avx2", "blockwise_avx2", "-mavx2", "-mf16c"), _here("avx-vnni", "blockwise_avx_vnni", "-mavx2", "-mavxvnni"), _here("avx512-vnni", "blockwise_avx512_vnni", *VNNI)]
+    ("name", "flags"),
+    [
+        _here("avx2", "blockwise_avx2", "-mavx2", "-mf16c"),
+        _here("avx-vnni", "blockwise_avx_vnni", "-mavx2", "-mavxvnni"),
+        _here("avx512-vnni", "blockwise_avx512_vnni", *VNNI),
+    ],
 )
 def test_what_runs_here_gives_the_bits_of_plain_code(tmp_path: Path, name: str, flags: list[str]) -> None:
     common = ["-std=c++20", "-ffp-contract=off", "-w", "-pthread"]
-    objects = [_compile(ROOT / "tests/native/blockwise_check.cpp", tmp_path / "check.o", *common, "-O2", f"-DCHECKED={name}"), _compile(KERNELS / f"{name}.cpp", tmp_path / "checked.o", *common, *flags)]
+    objects = [
+        _compile(ROOT / "tests/native/blockwise_check.cpp", tmp_path / "check.o", *common, "-O2", f"-DCHECKED={name}"),
+        _compile(KERNELS / f"{name}.cpp", tmp_path / "checked.o", *common, *flags),
+    ]
     objects += [_compile(KERNELS / f"{other}.cpp", tmp_path / f"{other}.o", *common, "-O2") for other in ("blockwise_portable", "cache_ahead")]
     _assert_says_nothing(str(_link(objects, tmp_path / "check")), "0", "500")
 

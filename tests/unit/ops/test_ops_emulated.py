@@ -1,4 +1,4 @@
-"""Each instruction set beside plain C++ on random cases (tests/native), also those that this CPU cannot run: AMX's products and attention on tiles that plain C++ emulates, ARM's products by qemu."""
+"""Each instruction set beside plain C++ on random cases (tests/native), those that this CPU lacks too: AMX's tiles emulated in plain C++, ARM's products by qemu."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -25,6 +26,7 @@ from qforge.export.verify import verify
 from qforge.export.verify_onnx import read, verify_weights
 from qforge.models.model import open_model
 
+CPUINFO = Path("/proc/cpuinfo")
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 20}, "qwen2": {}, "qwen3": {}, "gemma3_text": {"layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 16}}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 KINDS = ("matmulnbits", "qdq")
@@ -106,6 +108,10 @@ def test_rounded_activations(tmp_path, text, bound):
     assert (ours - theirs).abs().max() < 1e-4
 
 
+# On CPUs that have AVX2 or AVX-512 but no VNNI, ONNX Runtime cuts sums of two products of bytes off at 16 bits. Its "session.x64quantprecision" is to prevent that, and makes 1.32 refuse our DequantizeLinear.
+CUTS_SUMS_OFF = CPUINFO.is_file() and "avx2" in CPUINFO.read_text() and "vnni" not in CPUINFO.read_text()
+
+
 @pytest.mark.parametrize("kind", ["qdq", "qdq-f16"])
 @pytest.mark.parametrize("text", ["int8-channel-sym+int8-tensor-static", "fp8-e4m3-tensor+fp8-e4m3-tensor-static"])
 def test_static_activation_scales(tmp_path, kind, text):
@@ -117,7 +123,8 @@ def test_static_activation_scales(tmp_path, kind, text):
     from qforge.engines.runtime_engine import RuntimeEngine
 
     ours, theirs = (torch.cat(list(engine.score([window]))) for engine in (RuntimeEngine(model), OnnxRuntimeEngine(folder)))
-    assert agreement(torch.log_softmax(ours, -1), torch.log_softmax(theirs, -1))[0] < (1e-9 if kind == "qdq" else 1e-2)
+    exact = kind == "qdq" and ("fp8" in text or not CUTS_SUMS_OFF)
+    assert agreement(torch.log_softmax(ours, -1), torch.log_softmax(theirs, -1))[0] < (1e-9 if exact else 1e-2)
     pairs = read(folder).operators()
     assert pairs["QuantizeLinear"] == 7
     assert pairs["DequantizeLinear"] == 7

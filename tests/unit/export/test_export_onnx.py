@@ -108,7 +108,7 @@ def test_rounded_activations(tmp_path, text, bound):
     assert (ours - theirs).abs().max() < 1e-4
 
 
-# On CPUs that have AVX2 or AVX-512 but no VNNI, ONNX Runtime cuts sums of two products of bytes off at 16 bits. Its "session.x64quantprecision" is to prevent that, and makes 1.32 refuse our DequantizeLinear.
+# On CPUs that have AVX2 or AVX-512 but no VNNI, ONNX Runtime cuts sums of two products of bytes off at 16 bits (docs/onnx.md).
 CUTS_SUMS_OFF = CPUINFO.is_file() and "avx2" in CPUINFO.read_text() and "vnni" not in CPUINFO.read_text()
 
 

@@ -56,15 +56,17 @@ def measure(size: int, threads: int, library: str | None) -> list[dict[str, Any]
     weight = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
     scheme = parse("int4-g128-sym")
     q = numerics.quantize(weight, scheme, *numerics.minmax_parameters(weight, scheme))
-    own = size * size // 2 + size * size // 128 * 5
+    codes = size * size // 2  # bytes
     cold = far_bytes(LEAST_COLD)
-    copies = max(2, -(-cold // own))
+    copies = max(2, -(-cold // codes))
     calls: dict[tuple[str, int], tuple[Callable[[], None], int]] = {}
     layouts: dict[str, list[NativeWeight]] = {}  # one for all instruction sets
+    read_bytes: dict[str, int] = {}  # of a weight, by one row
     for name, isa, kernel in kernels():
         runner = context(threads, isa)
         if kernel.name not in layouts:
             layouts[kernel.name] = _copies(kernel.prepack(q).weight, copies)
+        read_bytes[name] = layouts[kernel.name][0].nbytes
         views = [w.view() for w in layouts[kernel.name]]
         for rows in ROWS:
             x, y = torch.randn(rows, size), torch.empty(rows, size)
@@ -77,9 +79,10 @@ def measure(size: int, threads: int, library: str | None) -> list[dict[str, Any]
             n = copies if rows <= 8 else 2
             run, y = ggml.products(weight.numpy(), x.numpy(), n)
             assert (torch.from_numpy(y) - x @ weight.T).norm() < 0.12 * (x @ weight.T).norm(), "ggml did not multiply"
-            calls[f"llama.cpp Q4_0 repacked ({' '.join(ggml.features())})", rows] = (run, n)
-    words, reader, reading = np.ones(copies * own // 8, np.uint64), context(threads), float("inf")
-    llama_bytes, shares = size * size // 32 * 18, {name: list[float]() for name, _ in calls}  # shares: of what the better of two reads just before gave
+            name = f"llama.cpp Q4_0 repacked ({' '.join(ggml.features())})"
+            calls[name, rows], read_bytes[name] = (run, n), size * size // 32 * 18
+    words, reader, reading = np.ones(copies * codes // 8, np.uint64), context(threads), float("inf")
+    shares = {name: list[float]() for name, _ in calls}  # shares: of what the better of two reads just before gave
     best: dict[tuple[str, int], float] = dict.fromkeys(calls, float("inf"))
     order = list(calls)
     for _ in range(ROUNDS):  # in turn, so that what disturbs the machine disturbs all
@@ -90,7 +93,7 @@ def measure(size: int, threads: int, library: str | None) -> list[dict[str, Any]
             best[key] = min(best[key], seconds)
             if read:
                 reading = min(reading, read)
-                shares[key[0]].append((llama_bytes if "llama" in key[0] else own) / seconds * read / words.nbytes)
+                shares[key[0]].append(read_bytes[key[0]] / seconds * read / words.nbytes)
             if "llama" in key[0]:
                 time.sleep(0.3)  # until the threads that it left spinning rest: they would take from the next read and from the next product
         order = order[5:] + order[:5]  # whoever is first after the rest takes 5 to 8 % longer
@@ -98,7 +101,7 @@ def measure(size: int, threads: int, library: str | None) -> list[dict[str, Any]
     return [
         {
             "size": size, "kernel": k, "rows": m, "microseconds": s * 1e6, "gmac_per_second": m * size * size / s / 1e9,
-            "weight_bytes_per_second": (llama_bytes if "llama" in k else own) / s, "read_bytes_per_second": speed, "cold_bytes": copies * own,
+            "weight_bytes_per_second": read_bytes[k] / s, "read_bytes_per_second": speed, "cold_bytes": copies * codes,
             "read_share": statistics.median(shares[k]) if m == 1 else None,
         }
         for (k, m), s in best.items()
@@ -107,7 +110,7 @@ def measure(size: int, threads: int, library: str | None) -> list[dict[str, Any]
 
 def _copies(weight: NativeWeight, count: int) -> list[NativeWeight]:
     """Each in memory of its own, placed as a model's weights are."""
-    arena, parts = Arena(), {name: part for name in ("codes", "scales", "zeros") if (part := getattr(weight, name)) is not None}
+    arena, parts = Arena(), {name: part for name in ("codes", "scales", "half_scales", "zeros", "code_sums") if (part := getattr(weight, name)) is not None}
     return [replace(weight, **{name: bytes_of(arena.place(torch.from_numpy(part))) for name, part in parts.items()}) for _ in range(count)]
 
 

@@ -1,10 +1,10 @@
-"""Builds of the native module beside each other, on the load of vs_llama_cpp.py: a process for each, stepped in turn, so that a host whose speed changes does so for all.
+"""Builds of the native module, or whole checkouts, on the load of vs_llama_cpp.py: a process for each, stepped in turn, so that a host whose speed changes does so for all.
 
-    python benchmarks/two_builds.py ARTIFACT OLD.so NEW.so [MORE.so ...] [--activations int8] [--rounds 3] [--rows N] [--temperature T]
+    python benchmarks/two_builds.py ARTIFACT OLD NEW [MORE ...] [--activations int8] [--rounds 3] [--rows N] [--temperature T]
 
-A build is the file `qforge/ops/_native*.so` of an installation. Printed for each: the least time of each step over all rounds, added up, in all and by what steps do
-(prompts; 16 sequences and more; fewer), and the median of its loads' times by the first build's. --rows: N sequences with short prompts instead.
---temperature: tokens are drawn. Tokens have to be the same.
+A build is the file `qforge/ops/_native*.so` of an installation or, where Python differs too, the folder of a checkout in which that file lies in its place.
+Printed for each: the least time of each step over all rounds, added up, in all and by what steps do (prompts; 16 sequences and more; fewer), and the median
+of its loads' times by the first build's. --rows: N sequences with short prompts instead. --temperature: tokens are drawn. Tokens have to be the same.
 """
 
 from __future__ import annotations
@@ -27,16 +27,22 @@ Step = dict[str, Any]  # seconds, whether it computed prompts, tokens that were 
 
 def work(build: str, model: str, activations: str, rows: int, temperature: float) -> None:
     """Answer each line of stdin: `new` begins the load, `step` does a step of it."""
-    loader = importlib.machinery.ExtensionFileLoader("qforge.ops._native", build)
-    spec = importlib.util.spec_from_loader("qforge.ops._native", loader)
-    assert spec is not None
-    sys.modules["qforge.ops._native"] = native = importlib.util.module_from_spec(spec)
-    loader.exec_module(native)
+    if Path(build).is_dir():
+        sys.meta_path[:] = [f for f in sys.meta_path if "Redirecting" not in type(f).__name__]  # that of the installation, which comes before all folders
+        sys.path.insert(0, build)
+    else:
+        loader = importlib.machinery.ExtensionFileLoader("qforge.ops._native", build)
+        spec = importlib.util.spec_from_loader("qforge.ops._native", loader)
+        assert spec is not None
+        sys.modules["qforge.ops._native"] = native = importlib.util.module_from_spec(spec)
+        loader.exec_module(native)
 
     import time
 
+    from qforge.ops import native_module
     from qforge.runtime import LLM, SamplingParams
 
+    assert Path(str(native_module.module().__file__)).is_relative_to(build), "the build is not what runs"
     llm = LLM(model, activations=activations, kv_cache="int8")
     requests = mixed(32, json.loads(Path(model, "config.json").read_text())["vocab_size"])
     if rows:

@@ -159,6 +159,7 @@ struct V256 {
     }
     static Words start_words(int32_t offset) { return {_mm256_set1_epi32(offset), _mm256_set1_epi32(offset)}; }
     static Words add(const Words &a, const Words &b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+    static Words as_words(const Words &sum) { return sum; }
     static Words load_words(const int16_t *p) {
         const auto *halves = reinterpret_cast<const __m128i *>(p);
         return {_mm256_cvtepi16_epi32(_mm_loadu_si128(halves)), _mm256_cvtepi16_epi32(_mm_loadu_si128(halves + 1))};
@@ -172,6 +173,10 @@ struct V256 {
 
     static Floats spread(float v) { return {_mm256_set1_ps(v), _mm256_set1_ps(v)}; }
     static Floats load(const float *p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+    static Floats load_halves(const uint16_t *p) {
+        const auto *eight = reinterpret_cast<const __m128i *>(p);
+        return {_mm256_cvtph_ps(_mm_loadu_si128(eight)), _mm256_cvtph_ps(_mm_loadu_si128(eight + 1))};
+    }
     static Floats zeros(const uint8_t *p) {
         const __m128i z = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
         return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(z)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(z, 8)))};

@@ -49,7 +49,7 @@ inline __attribute__((always_inline)) void multiply(bool odd, const int8_t *x, i
 
 // 16 rows x 1 tile, of which `rows` are wanted; S segments of a block at a time: the whole block, or a part of it
 template <int L, bool Z, bool C, int S, bool Whole>
-void product(const BlockwisePiece &p, int64_t row, int64_t rows, int64_t tile, const int8_t *panel, Ahead &codes_ahead, Ahead &scales_ahead) {
+void product(const BlockwisePiece &p, int64_t row, int64_t rows, int64_t tile, const int8_t *panel, WeightAhead &ahead) {
     const Weight &w = *p.weight;
     const int64_t inputs = w.inputs(), of_block = segments_of_block(w), segments = w.blocks * of_block;
     const int8_t *x = p.rounded.codes + row * L * inputs;
@@ -69,11 +69,10 @@ void product(const BlockwisePiece &p, int64_t row, int64_t rows, int64_t tile, c
     };
     begin(0);
     for (int64_t b = 0, segment = 0; b < w.blocks; ++b) {
-        codes_ahead.fetch();
-        scales_ahead.fetch();
+        ahead.fetch();
         for (const int64_t end = std::min(rows, 2 * (b + 1) * rows / w.blocks); here < end; ++here) __builtin_prefetch(y + here * p.y_stride, 1);  // sums would wait behind stores to memory that is not there yet
         const int64_t first = segment, end = segment + of_block, at = (tile * w.blocks + b) * kTile;
-        const __m512 weight_scale = _mm512_loadu_ps(w.scales + at), zeros = Z ? __m512{} : V::zeros(w.zeros + at);
+        const __m512 weight_scale = w.half_scales ? V::load_halves(w.half_scales + at) : V::load(w.scales + at), zeros = Z ? __m512{} : V::zeros(w.zeros + at);
         for (; segment < end; segment += S, scale += S * kRows) {
             begin(segment + S);
             const auto &sum = sums[segment / S % 2];
@@ -113,9 +112,10 @@ void all_groups(const BlockwisePiece &p, int8_t *panel) {
     const int64_t rows = p.row_end - p.row, groups = (rows + kRows - 1) / kRows;
     for (int64_t tile = p.tile; tile < p.tile_end; ++tile) {
         const Strip strip{tile, tile + 1, rows, groups};
-        Ahead codes_ahead = codes_after(w, strip), scales_ahead = scales_after(w, strip);
+        WeightAhead ahead;
+        ahead.begin(w, strip);
         unpack(w, tile, panel);
-        for_groups(p.row, p.row_end, [&](int64_t row, int64_t rows) { run(p, row, rows, tile, panel, codes_ahead, scales_ahead); });
+        for_groups(p.row, p.row_end, [&](int64_t row, int64_t rows) { run(p, row, rows, tile, panel, ahead); });
     }
 }
 

@@ -40,6 +40,10 @@ struct V : V256 {
     static Weights unpack(const uint8_t *chunk, int half) { return nibbles(load_bytes(chunk), half); }
     static Sums start(int32_t pair) { return {_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)}; }
     // Less kNarrowSum, beside 0
+    static Words as_words(const Words &narrow) {
+        const __m256i lower = _mm256_set1_epi32(0xFFFF);
+        return {_mm256_and_si256(narrow.lo, lower), _mm256_and_si256(narrow.hi, lower)};
+    }
     static Words load_words(const int16_t *p) {
         const auto *halves = reinterpret_cast<const __m128i *>(p);
         const auto less = [](const __m128i *eight) { return _mm256_cvtepu16_epi32(_mm_sub_epi16(_mm_loadu_si128(eight), _mm_set1_epi16(kNarrowSum))); };
@@ -69,7 +73,7 @@ namespace {
 
 void piece(const BlockwisePiece &p, void *scratch) { centered(*p.weight) ? centered_piece(p, scratch) : words_piece(p); }
 
-int64_t panel_bytes(const Weight &w) { return centered(w) ? w.inputs() * kTile : 0; }
+int64_t panel_bytes(const Weight &w) { return centered(w) ? (w.inputs() + w.blocks * static_cast<int64_t>(sizeof(float))) * kTile : 0; }
 
 }  // namespace
 

@@ -33,6 +33,8 @@ struct Panel {  // a segment of a tile
     int32_t pairs[kTile];                             // lower 16 bits: sum of codes; upper ones: - (sum of the products of those bytes in chunks that are not plain), of which 6 fit
 };
 
+int64_t panels_of(const Weight &w) { return kWideTiles * w.inputs() / kCentered; }
+
 template <int Odd>
 void unpack(const uint8_t *chunk, const int16_t *code_sums, Panel &to) {
     const __m512i mask = _mm512_set1_epi8(15), less = _mm512_set1_epi8(kSecondLess), more = _mm512_set1_epi8(kFirstMore);
@@ -56,19 +58,20 @@ struct PairedProduct {
     static constexpr int kLimbs = 1, kMost = One ? 6 : 4;
     const BlockwisePiece &p;
     Panel *panels;  // [tiles of a strip][blocks][segments of a block]
+    float *scales;  // [tiles of a strip][blocks][16]
     int64_t first_tile = 0;
-    Ahead codes_ahead{}, scales_ahead{};
+    AllAhead ahead;
 
-    PairedProduct(const BlockwisePiece &piece, void *scratch) : p(piece), panels(static_cast<Panel *>(scratch)) {}
+    PairedProduct(const BlockwisePiece &piece, void *scratch) : p(piece), panels(static_cast<Panel *>(scratch)), scales(reinterpret_cast<float *>(panels + panels_of(*piece.weight))), ahead(piece.cache) {}
     void begin(const Strip &strip) {  // never a stream: more rows than one group has
         const Weight &w = *p.weight;
-        codes_ahead = codes_after(w, strip);
-        scales_ahead = scales_after(w, strip);
+        ahead.begin(w, strip);
         first_tile = strip.tile;
         const int64_t segments = w.inputs() / kCentered;
         Panel *to = panels;
         for (int64_t tile = strip.tile; tile < strip.tile_end; ++tile) {
             const auto run = (tile - strip.tile) % 2 ? unpack<1> : unpack<0>;
+            make_scales(w, tile, scales + (tile - strip.tile) * w.blocks * kTile);
             for (int64_t s = 0; s < segments; ++s) run(chunks_of(w, tile) + s * kCentered / 8 * chunk_bytes(Format::INT4), code_sums_of(w, tile) + s * kTile, *to++);
         }
     }
@@ -81,14 +84,14 @@ struct PairedProduct {
         const PairedSegment *n = p.rounded.pairs + row * segments;
         const float *row_sum = p.rounded.sums + row * w.blocks;
         const Panel *panel = panels + (tile - first_tile) * segments;
+        const float *made = scales + (tile - first_tile) * w.blocks * kTile;
         V::Floats total[R][T];
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r)
             for (int t = 0; t < T; ++t) total[r][t] = V::spread(0);
+        const bool brings = ahead.left();
         for (int64_t b = 0; b < w.blocks; ++b) {
-            codes_ahead.fetch();
-            scales_ahead.fetch();
-            p.cache->fetch(R * T * kTile * w.block_k);
+            if (brings) ahead.fetch(R * T * kTile * w.block_k);
             const auto sums = [&](V::Sums (&sum)[R][T]) __attribute__((always_inline)) {
 #pragma GCC unroll 6
                 for (int r = 0; r < R; ++r)
@@ -116,7 +119,7 @@ struct PairedProduct {
             if constexpr (One) {  // row by row, so that three registers are enough for what each is multiplied with
                 sums(sum);
                 for (int t = 0; t < T; ++t) pairs[t] = _mm512_load_si512(panel[t * segments].pairs);
-                const BlockScales<Z, T> block(w, tile, b);
+                const BlockScales<Z, true, T> block(w, tile, b, made);
 #pragma GCC unroll 6
                 for (int r = 0; r < R; ++r) {
                     const V::Floats by = V::spread(n[r * segments].scale), magic = V::spread(n[r * segments].magic);
@@ -138,7 +141,7 @@ struct PairedProduct {
                         for (int r = 0; r < R; ++r) part[r][t] = V::fma(V::spread(n[r * segments].scale), V::to_floats(V::add_products_of(sum[r][t], pairs[t], n[r * segments].middle)), part[r][t]);
                     }
                 }
-                add_block<Z>(total, part, w, tile, b, row_sum);
+                add_block<Z, true>(total, part, w, tile, b, row_sum, made);
             }
         }
         store(p, total, row, tile);
@@ -189,7 +192,7 @@ void piece(const BlockwisePiece &p, void *scratch) {
     w.zero < 0 ? any_blocks<false>(p, scratch) : any_blocks<true>(p, scratch);
 }
 
-int64_t scratch_bytes(const Weight &w) { return takes(w) ? kWideTiles * w.inputs() / kCentered * static_cast<int64_t>(sizeof(Panel)) : 0; }
+int64_t scratch_bytes(const Weight &w) { return takes(w) ? panels_of(w) * static_cast<int64_t>(sizeof(Panel)) + kWideTiles * w.blocks * kTile * static_cast<int64_t>(sizeof(float)) : 0; }
 
 }  // namespace
 

@@ -175,7 +175,10 @@ inline void add_block(float32x4_t (&total)[kVectors], float32x4_t (&part)[kVecto
         }
     }
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) total[v] = vfmaq_f32(total[v], vld1q_f32(w.scales + at + 4 * v), part[v]);
+    for (int v = 0; v < kVectors; ++v) {
+        const float32x4_t scale = w.half_scales ? vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(w.half_scales + at + 4 * v))) : vld1q_f32(w.scales + at + 4 * v);
+        total[v] = vfmaq_f32(total[v], scale, part[v]);
+    }
 }
 
 inline void store(const BlockwisePiece &p, const float32x4_t (&total)[kVectors], int64_t row, int64_t tile) {

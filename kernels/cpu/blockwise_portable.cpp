@@ -97,7 +97,7 @@ void one_tile(const BlockwisePiece &p, int64_t row, int64_t tile) {
         }
         for (int n = 0; n < kTile; ++n) {
             if (w.zero < 0) part[n] = std::fma(-static_cast<float>(w.zeros[at * kTile + n]), p.rounded.sums[row * w.blocks + b], part[n]);
-            total[n] = std::fma(w.scales[at * kTile + n], part[n], total[n]);
+            total[n] = std::fma(scale_at(w, at * kTile + n), part[n], total[n]);
         }
     }
     for (int64_t n = 0; n < kTile && tile * kTile + n < w.columns; ++n) {

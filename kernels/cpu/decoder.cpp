@@ -49,7 +49,7 @@ void each_value(const Weight &w, int64_t column, const Put &put) {
     const bool wide = w.format == Format::INT8, integers = wide || w.format == Format::INT4;
     for (int64_t b = 0, i = 0; b < w.blocks; ++b) {
         const int64_t at = (tile * w.blocks + b) * kTile + lane;
-        const float scale = integers ? w.scales[at] : 1.0f;
+        const float scale = integers ? scale_at(w, at) : 1.0f;
         const int zero = integers ? w.zeros[at] : 0;
         for (const int64_t end = i + w.block_k; i < end; i += 8, chunk += chunk_bytes(w.format))
             for (int j = 0; j < 8; ++j) {

@@ -63,7 +63,7 @@ struct Product {
 
     explicit Product(const IntegerPiece &piece) : p(piece) {}
     void begin(const Strip &strip) {
-        codes_ahead = codes_after(*p.weight, strip);
+        codes_ahead = next_tiles(*p.weight, p.weight->codes, tile_bytes(*p.weight), strip);
     }
 
     template <int R, int T>

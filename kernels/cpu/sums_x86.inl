@@ -38,12 +38,20 @@ inline __attribute__((always_inline)) void add_half(V::Sums (&sum)[C][T], const 
     }
 }
 
-// sums += products over the next `chunks` chunks of 8 inputs; code row c has its codes at x + c * stride
-template <Format F, bool Panel, int C, int T>
+struct Ones {  // codes
+    int8_t of[kCentered];
+    constexpr Ones() : of() {
+        for (int8_t &one : of) one = 1;
+    }
+};
+alignas(64) constexpr Ones kOnes;
+
+// sums += products over the next `chunks` chunks of 8 inputs; code row c has its codes at x + c * stride; Made: those of the last one are 1
+template <Format F, bool Panel, int C, int T, bool Made = false>
 inline __attribute__((always_inline)) void add_chunks(V::Sums (&sum)[C][T], const uint8_t *(&chunk)[T], const int8_t *x, int64_t stride, int64_t chunks) {
     const int8_t *row[C];
 #pragma GCC unroll 6
-    for (int c = 0; c < C; ++c) row[c] = V::pointer(x + c * stride);
+    for (int c = 0; c < C; ++c) row[c] = V::pointer(Made && c == C - 1 ? kOnes.of : x + c * stride);
 #pragma GCC unroll 8
     for (int64_t i = 0; i < chunks; ++i) {
         add_half<F, Panel, C, T>(sum, chunk, i, row, 0);
@@ -51,6 +59,9 @@ inline __attribute__((always_inline)) void add_chunks(V::Sums (&sum)[C][T], cons
     }
     for (int t = 0; t < T; ++t) chunk[t] += chunks * kChunk<F, Panel>;
 }
+
+// Whether sums of weights' codes are made of them, so that so few rows need not read them: they wait for memory, not for products
+constexpr bool makes_sums(int64_t rows) { return rows <= 2; }
 
 // Memory that is brought nearer while something else is computed, `step` bytes for each block of inputs
 struct Ahead {
@@ -90,27 +101,35 @@ inline Ahead next_tiles(const Weight &w, const uint8_t *from, int64_t bytes, con
     return between(s.tile_end * bytes, (s.tile_end + tiles) * bytes, tiles * bytes / (calls * w.blocks));
 }
 
-inline Ahead codes_after(const Weight &w, const Strip &s) { return next_tiles(w, w.codes, tile_bytes(w), s); }
+// All that is read of a weight
+struct WeightAhead {
+    Ahead codes{}, scales{}, sums{};
 
-inline Ahead scales_after(const Weight &w, const Strip &s) {
-    return next_tiles(w, reinterpret_cast<const uint8_t *>(w.scales), w.blocks * kTile * static_cast<int64_t>(sizeof(float)), s);
-}
-
-// Codes and scales of the next tiles, and keys and values
-struct AllAhead {
-    CacheAhead *cache;
-    Ahead codes{}, scales{};
-
-    explicit AllAhead(CacheAhead *of_thread) : cache(of_thread) {}
-    void begin(const Weight &w, const Strip &strip) {
-        codes = codes_after(w, strip);
-        scales = scales_after(w, strip);
+    void begin(const Weight &w, const Strip &s) {
+        const auto after = [&](const auto *from, int64_t numbers) { return next_tiles(w, reinterpret_cast<const uint8_t *>(from), numbers * static_cast<int64_t>(sizeof(*from)), s); };
+        codes = after(w.codes, tile_bytes(w));
+        scales = w.half_scales ? after(w.half_scales, w.blocks * kTile) : after(w.scales, w.blocks * kTile);
+        if (!makes_sums(s.rows) && centered(w)) sums = after(w.code_sums, tile_sums(w));
     }
-    bool left() const { return codes.left() || scales.left() || cache->left(); }
-    // As CacheAhead's
-    void fetch(int64_t products) {
+    bool left() const { return codes.left() || scales.left() || sums.left(); }
+    void fetch() {
         codes.fetch();
         scales.fetch();
+        sums.fetch();
+    }
+};
+
+// A weight, and keys and values
+struct AllAhead {
+    CacheAhead *cache;
+    WeightAhead weight;
+
+    explicit AllAhead(CacheAhead *of_thread) : cache(of_thread) {}
+    void begin(const Weight &w, const Strip &strip) { weight.begin(w, strip); }
+    bool left() const { return weight.left() || cache->left(); }
+    // As CacheAhead's
+    void fetch(int64_t products) {
+        weight.fetch();
         cache->fetch(products);
     }
 };

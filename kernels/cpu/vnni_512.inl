@@ -80,6 +80,7 @@ struct V {
     static void add_products(Sums &sum, Weights w, Inputs x) { sum = _mm512_dpbusd_epi32(sum, w, x); }
     static Integers whole(Sums sum, int32_t) { return sum; }
     static Integers add(Integers a, Integers b) { return _mm512_add_epi32(a, b); }
+    static Integers as_words(Integers sum) { return sum; }
     static Integers load_words(const int16_t *p) { return _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))); }
     static Integers add_products_of(Integers sum, Integers pairs, int32_t pair) { return _mm512_dpwssd_epi32(sum, pairs, _mm512_set1_epi32(pair)); }
     static __m512i join(__m512i high, __m512i low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
@@ -91,6 +92,7 @@ struct V {
     static void put_away(Array &) {}
     static Floats spread(float v) { return _mm512_set1_ps(v); }
     static Floats load(const float *p) { return _mm512_loadu_ps(p); }
+    static Floats load_halves(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))); }
     static Floats zeros(const uint8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)))); }
     static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
     static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }

@@ -23,6 +23,7 @@ class NativeWeight:
     """The fields are those of `packing.Tiles`, tensors as bytes.
 
     Attributes:
+        scales: in fp32; None where they are `half_scales`, in fp16.
         activations: `F32`, or `INT8` or `INT16`: what the kernel rounds its inputs to, by segments; or `BF16`: inputs and weights.
         bias: `[out_features]` fp32, or None.
     """
@@ -36,19 +37,22 @@ class NativeWeight:
     activations: str
     codes: Buffer
     scales: Buffer | None = None
+    half_scales: Buffer | None = None
     zeros: Buffer | None = None
+    code_sums: Buffer | None = None
     book: Buffer | None = None
     bias: Buffer | None = None
     gather: Buffer | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a product reads, whatever its batch."""
-        return sum(b.nbytes for b in (self.codes, self.scales, self.zeros) if b is not None)
+        """Bytes that a product with one row reads: no zero points that are all the same, no sums of codes, which it makes."""
+        zeros = self.zeros if self.view().zero < 0 else None
+        return sum(b.nbytes for b in (self.codes, self.scales, self.half_scales, zeros) if b is not None)
 
     def view(self) -> Any:
         """The native view; valid as long as the buffers live."""
         native = module()
         assert native is not None, missing()
-        addresses = [address(b) for b in (self.codes, self.scales, self.zeros, self.book, self.bias)]
+        addresses = [address(b) for b in (self.codes, self.scales, self.half_scales, self.zeros, self.code_sums, self.book, self.bias)]
         return native.Weight(getattr(native.Format, self.format), self.out_features, self.blocks, self.block_k, self.run, *addresses, getattr(native.Activations, self.activations))

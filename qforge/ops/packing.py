@@ -25,9 +25,10 @@ class Tiles:
 
     Attributes:
         format: `INT4`, `INT8`, `BOOK4`, `E4M3`, `F32`, `F16` or `BF16`.
-        codes: uint8 (or the float dtype), contiguous; shape for codes `[N, C, bytes]`, after `with_code_sums` `[N, bytes of a tile]`, for dense weights `[N, padded I, 16]`.
-        scales: `[N, B, 16]` fp32, None for dense weights.
+        codes: uint8 (or the float dtype), contiguous; shape for codes `[N, C, bytes]`, for dense weights `[N, padded I, 16]`.
+        scales: `[N, B, 16]` fp32, or fp16 (`for_rounded`); None for dense weights.
         zeros: `[N, B, 16]` uint8 for integers, else None.
+        code_sums: `[N, segments, 16]` int16, what each segment's codes add up to (`for_rounded`), else None.
         book: `[16]` fp32, what the codes of BOOK4 stand for, else None.
         blocks, block_k: B and K; the kernel's input has B x K columns.
         run: so many blocks one after the other have the same scales and zeros.
@@ -45,6 +46,7 @@ class Tiles:
     gather: torch.Tensor | None
     run: int = 1
     book: torch.Tensor | None = None
+    code_sums: torch.Tensor | None = None
 
 
 def block_length(group: int) -> int:
@@ -70,16 +72,20 @@ def pack_quantized(q: QuantizedLinear) -> Tiles:
     )  # fmt: skip
 
 
-def with_code_sums(tiles: Tiles) -> Tiles:
-    """A weight in INT4 for activations that are rounded around a middle (blockwise.h).
+def for_rounded(tiles: Tiles, bits: int) -> Tiles:
+    """Integers for activations that are rounded to so many bits (blockwise.h): scales in fp16 where none changes by it; beside INT4 and 8 bits the sums of codes."""
+    assert tiles.scales is not None
+    half = tiles.scales.half()
+    tiles = replace(tiles, scales=half if torch.equal(half.float(), tiles.scales) else tiles.scales)
+    return replace(tiles, code_sums=_code_sums(tiles)) if tiles.format == "INT4" and bits == 8 else tiles
 
-    Before each tile's codes come the sums of its segments' codes, int16 `[segments, 16]`, and zeros up to 64 bytes.
-    """
+
+def _code_sums(tiles: Tiles) -> torch.Tensor:
+    """Of each segment of 64 inputs, or what is left of a block."""
     count = tiles.codes.shape[0]
     chunks = ((tiles.codes & 15) + (tiles.codes >> 4)).view(count, tiles.blocks, -1, TILE, CHUNK // 2).sum(-1, dtype=torch.int16)  # [N, B, chunks of a block, 16]
     whole = torch.nn.functional.pad(chunks, (0, 0, 0, -chunks.shape[2] % (SEGMENT // CHUNK)))
-    sums = whole.view(count, -1, SEGMENT // CHUNK, TILE).sum(2, dtype=torch.int16).view(count, -1).view(torch.uint8)
-    return replace(tiles, codes=torch.cat([torch.nn.functional.pad(sums, (0, -sums.shape[1] % 64)), tiles.codes.view(count, -1)], 1))
+    return whole.view(count, -1, SEGMENT // CHUNK, TILE).sum(2, dtype=torch.int16)
 
 
 def _codes_of_integers(q: QuantizedLinear, order: torch.Tensor, rows: torch.Tensor, scale_of_block: torch.Tensor, block_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,11 +120,9 @@ def embed(tiles: Tiles, tokens: torch.Tensor) -> torch.Tensor:
     tile, column = tokens // TILE, tokens % TILE
     if tiles.scales is None or tiles.zeros is None:
         return tiles.codes[tile, :, column][:, : tiles.in_features].float()
-    chunks = tiles.blocks * tiles.block_k // CHUNK
-    codes_of_tiles = tiles.codes if tiles.codes.dim() == 3 else tiles.codes[:, -chunks * TILE * CHUNK // 2 :]
-    columns = codes_of_tiles.reshape(len(tiles.codes), chunks, -1, TILE, CHUNK // 2)[tile, :, :, column]  # [T, C, 2, 4], or [T, C, 1, 4] of two codes a byte
+    columns = tiles.codes.view(*tiles.codes.shape[:2], -1, TILE, CHUNK // 2)[tile, :, :, column]  # [T, C, 2, 4], or [T, C, 1, 4] of two codes a byte
     codes = columns if tiles.format == "INT8" else torch.cat([columns & 15, columns >> 4], 2)
-    values = (codes.reshape(len(tokens), tiles.blocks, -1).float() - tiles.zeros[tile, :, column].unsqueeze(-1)) * tiles.scales[tile, :, column].unsqueeze(-1)
+    values = (codes.reshape(len(tokens), tiles.blocks, -1).float() - tiles.zeros[tile, :, column].unsqueeze(-1)) * tiles.scales[tile, :, column].float().unsqueeze(-1)
     packed = values.view(len(tokens), -1)
     if tiles.gather is None:
         return packed

@@ -22,6 +22,7 @@ from qforge.types import ModelSpec, RopeSpec
 _MARK = b"QFPACK\r\n"
 _START = 24  # mark, checksum, length of the header
 _ALIGN = 64
+_BUFFERS = ("scales", "half_scales", "zeros", "code_sums", "book", "bias", "gather")  # of a weight, any of which may be None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +109,7 @@ def _told(packed: PackedModel, buffers: dict[tuple[int, int], tuple[int, Buffer]
         assert p.elsewhere is None
         w = p.weight
         sizes = [w.format, w.out_features, w.in_features, w.blocks, w.block_k, w.run, w.activations]
-        return [p.out_features, p.in_features, p.arithmetic, p.static_scale, sizes, [place(b) for b in (w.codes, w.scales, w.zeros, w.book, w.bias, w.gather)]]
+        return [p.out_features, p.in_features, p.arithmetic, p.static_scale, sizes, [place(b) for b in (w.codes, *(getattr(w, name) for name in _BUFFERS))]]
 
     model, e = packed.model, packed.model.embedding
     return {
@@ -137,10 +138,10 @@ def _built(told: dict[str, Any], room: Buffer) -> PackedModel:
 
 def _part(told: list[Any], buffer: Callable[[list[int] | None], Buffer | None]) -> NativePart:
     out_features, in_features, arithmetic, static_scale, sizes, places = told
-    codes, scales, zeros, book, bias, gather = (buffer(at) for at in places)
+    codes, *others = (buffer(at) for at in places)
     assert codes is not None
     name, columns, inputs, blocks, block_k, run, activations = sizes
-    weight = NativeWeight(name, columns, inputs, blocks, block_k, run, activations, codes, scales, zeros, book, bias, gather)
+    weight = NativeWeight(name, columns, inputs, blocks, block_k, run, activations, codes, **dict(zip(_BUFFERS, others, strict=True)))
     return NativePart(out_features, in_features, weight, arithmetic, static_scale)
 
 

@@ -28,11 +28,13 @@ struct BlockwiseCase {
     Room codes;
     std::vector<float> scales, bias, x;
     std::vector<uint8_t> zeros;
+    std::vector<uint16_t> half_scales;
+    std::vector<int16_t> code_sums;
 
     explicit BlockwiseCase(unsigned seed) : random(seed) {
         constexpr int64_t lengths[] = {64, 64, 64, 64, 128, 128, 32, 96, 72, 192, 8, 16, 24, 40, 48, 120};
         w = {below(3) ? Format::INT4 : Format::INT8, 1 + below(80), 1 + below(7), lengths[below(16)], 1, nullptr, nullptr, nullptr, nullptr, nullptr, below(3) ? Activations::INT8 : Activations::INT16};
-        rows = 1 + below(100);
+        rows = 1 + (below(4) ? below(100) : below(6));  // of few, sums of codes are made
         make_codes();
         make_scales();
         make_inputs();
@@ -58,9 +60,11 @@ struct BlockwiseCase {
         const int64_t kind = below(12);  // of one in six all codes are the least, or the largest
         for (int64_t i = 0; i < w.tiles() * tile_bytes(w); ++i) bytes[i] = kind < 2 ? static_cast<uint8_t>(-kind) : static_cast<uint8_t>(random());
         w.codes = bytes;
-        for (int64_t t = 0; centered(w) && t < w.tiles(); ++t) {
-            auto *sums = const_cast<int16_t *>(code_sums_of(w, t));
-            std::memset(sums, 0, static_cast<size_t>(code_sums_bytes(w)));
+        if (!centered(w)) return;
+        code_sums.assign(static_cast<size_t>(w.tiles() * tile_sums(w)), 0);
+        w.code_sums = code_sums.data();
+        for (int64_t t = 0; t < w.tiles(); ++t) {
+            auto *sums = code_sums.data() + t * tile_sums(w);
             for (int64_t k = 0; k < w.inputs(); ++k)
                 for (int64_t c = 0; c < kTile; ++c)
                     sums[(k / w.block_k * segments_of_block(w) + k % w.block_k / kCentered) * kTile + c] += static_cast<int16_t>(chunks_of(w, t)[k / 8 * 64 + c * 4 + k % 4] >> (k % 8 / 4 * 4) & 15);
@@ -70,6 +74,8 @@ struct BlockwiseCase {
         const int64_t most = w.format == Format::INT8 ? 256 : 16, count = w.tiles() * w.blocks * kTile;
         scales.resize(static_cast<size_t>(count));
         for (float &s : scales) s = static_cast<float>(below(1000)) * 1e-5f;
+        if (below(2))
+            for (float s : scales) half_scales.push_back(half_from_float(s));
         w.zero = static_cast<int>(below(2) ? most / 2 : below(most));
         zeros.assign(static_cast<size_t>(count), static_cast<uint8_t>(w.zero));
         if (below(2)) {
@@ -78,7 +84,8 @@ struct BlockwiseCase {
         }
         bias.resize(static_cast<size_t>(w.columns));
         for (float &b : bias) b = static_cast<float>(below(2001) - 1000) * 1e-2f;
-        w.scales = scales.data();
+        if (half_scales.empty()) w.scales = scales.data();
+        else w.half_scales = half_scales.data();
         w.zeros = zeros.data();
         if (below(3) == 0) w.bias = bias.data();
     }

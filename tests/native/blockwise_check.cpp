@@ -21,7 +21,8 @@ std::vector<float> product(const BlockwiseFunctions &f, const Weight &w, const s
     std::vector<float> scales(whole * segments), sums(whole * static_cast<size_t>(w.blocks), NAN), group_scales(whole * segments), y(static_cast<size_t>(rows * w.columns), -1.0f);
     std::vector<int32_t> offsets(whole * segments * 2);
     std::vector<CenteredSegment> centered(whole * segments);
-    const RoundedBlocks rounded{codes.data(), scales.data(), sums.data(), group_scales.data(), offsets.data(), centered.data(), nullptr};
+    std::vector<PairedSegment> pairs(whole * segments);
+    const RoundedBlocks rounded{codes.data(), scales.data(), sums.data(), group_scales.data(), offsets.data(), centered.data(), pairs.data()};
     f.round_rows(w, x.data(), w.inputs(), rounded, 0, rows, 0, cuts.segment);
     f.round_rows(w, x.data() + first_input(w, cuts.segment), w.inputs(), rounded, 0, rows, cuts.segment, w.blocks * segments_of_block(w));
     const Room scratch = room(f.scratch_bytes ? f.scratch_bytes(w) : 64);

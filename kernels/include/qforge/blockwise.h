@@ -20,6 +20,7 @@
 #include <cstdint>
 
 #include "qforge/cache_ahead.h"
+#include "qforge/half.h"
 #include "qforge/linear.h"
 
 namespace qforge {
@@ -42,11 +43,11 @@ inline bool one_segment(const Weight &w) { return centered(w) && w.block_k == kC
 inline int32_t first_bits(const Weight &w) { return one_segment(w) ? kMagicBits : 0; }      // of its sums
 inline int64_t limbs(const Weight &w) { return w.activations == Activations::INT16 ? 2 : 1; }  // bytes of a code
 
-// A tile of such a weight begins with sums of its codes, int16 [segments of a row][16 columns], up to a multiple of 64 bytes; then come the codes (linear.h).
-inline int64_t code_sums_bytes(const Weight &w) { return centered(w) ? (w.blocks * segments_of_block(w) * kTile * static_cast<int64_t>(sizeof(int16_t)) + 63) / 64 * 64 : 0; }
-inline int64_t tile_bytes(const Weight &w) { return code_sums_bytes(w) + w.inputs() / 8 * chunk_bytes(w.format); }
-inline const int16_t *code_sums_of(const Weight &w, int64_t tile) { return reinterpret_cast<const int16_t *>(w.codes + tile * tile_bytes(w)); }
-inline const uint8_t *chunks_of(const Weight &w, int64_t tile) { return w.codes + tile * tile_bytes(w) + code_sums_bytes(w); }
+// Sums of a tile's codes, which middles multiply
+inline int64_t tile_sums(const Weight &w) { return w.blocks * segments_of_block(w) * kTile; }
+inline const int16_t *code_sums_of(const Weight &w, int64_t tile) { return w.code_sums + tile * tile_sums(w); }
+
+inline float scale_at(const Weight &w, int64_t at) { return w.half_scales ? half_to_float(w.half_scales[at]) : w.scales[at]; }
 
 inline float without_last_bits(float scale) { return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, scale) & ~3u); }
 
@@ -77,6 +78,7 @@ struct PairedSegment {  // of products by pairs (blockwise_avx512_pairs.cpp)
 // are at each step the sum of code * (weight code - 8) over what was added, less 8 * code over what is still to come: each of 32 inputs counts 120 * 8 at most, so that they never leave 16 bits. (Weights' codes of 0 to 15 by themselves would, after 18.)
 // The middle multiplies the sum of the weights' codes less kNarrowSum; `offset` is what is left of zero points then.
 constexpr int32_t kNarrowLess = 8, kNarrowSum = kNarrowLess * static_cast<int32_t>(kCentered);
+constexpr int32_t kNarrowOnes = -(kNarrowSum / 2) * 0x10000 | (-(kNarrowSum / 2) & 0xFFFF);  // `starts` of 64 codes that are 1: what such a sum becomes is what the middle multiplies
 inline bool narrow_without_offset(const Weight &w) { return w.zero == kNarrowLess && w.block_k % kCentered == 0; }  // offsets are 0
 
 struct RoundedBlocks {  // codes, sums, group_scales and centered can be read up to whole groups of 16 rows, where a task begins

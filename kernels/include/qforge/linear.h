@@ -6,7 +6,7 @@
 //           INT8 128 bytes: [2][16 columns][4 bytes], byte j of half h = code of input 4 h + j
 //           BOOK4 as INT4, each code an index into `book`; E4M3 as INT8, each byte a float of 4 exponent and 3 mantissa bits (no NaN)
 //           F32, F16, BF16: [8 inputs][16 columns]
-//   scales  [tiles][blocks][16] fp32, null for F32, F16, BF16; zeros [tiles][blocks][16] uint8, null but for INT4 and INT8
+//   scales  [tiles][blocks][16] fp32, null for F32, F16, BF16, and where half_scales are in their place; zeros [tiles][blocks][16] uint8, null but for INT4 and INT8
 //   run     so many blocks one after the other have the same scales and zeros
 //   Columns past `columns` are padding of any code; inputs past the real ones too: code = zero point (or 0.0), or any where x is 0.
 //
@@ -57,10 +57,15 @@ struct Weight {
     const float *bias;  // [columns] or null
     Activations activations = Activations::F32;
     int zero = -1;  // the zero point that all blocks of all columns have; -1 where they differ, or are not looked at
+    const uint16_t *half_scales = nullptr;  // [tiles][blocks][16] fp16; for activations that are rounded (blockwise.h), where all scales are exact in it
+    const int16_t *code_sums = nullptr;     // [tiles][segments of a row][16], where activations are rounded around a middle (blockwise.h)
 
     int64_t tiles() const { return (columns + kTile - 1) / kTile; }
     int64_t inputs() const { return blocks * block_k; }
 };
+
+inline int64_t tile_bytes(const Weight &w) { return w.inputs() / 8 * chunk_bytes(w.format); }
+inline const uint8_t *chunks_of(const Weight &w, int64_t tile) { return w.codes + tile * tile_bytes(w); }
 
 // One piece of the product: rows [row, row_end) x tiles [tile, tile_end). x is [*, inputs()] with x_stride floats a row, y [*, columns] with y_stride.
 struct Piece {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qforge import numerics
-from qforge.ops.packing import block_length, embed, pack_dense, pack_quantized, with_code_sums
+from qforge.ops.packing import block_length, embed, for_rounded, pack_dense, pack_quantized
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
 
@@ -40,20 +40,35 @@ def test_int8_symmetric_codes_are_stored_with_a_zero_point_of_128() -> None:
 
 
 @pytest.mark.parametrize(("text", "inputs", "ends"), [("int4-g64-asym", 192, [64, 128, 192]), ("int4-g96-sym", 192, [64, 96, 160, 192]), ("int4-g16-sym", 32, [16, 32])])
-def test_sums_of_a_tile_s_codes_come_before_them(text: str, inputs: int, ends: list[int]) -> None:
+def test_sums_of_a_tile_s_codes_are_those_of_segments(text: str, inputs: int, ends: list[int]) -> None:
     q = _quantized(text, 20, inputs)
-    plain, tiles = pack_quantized(q), with_code_sums(pack_quantized(q))
-    head = -(-len(ends) * 16 * 2 // 64) * 64
-    assert torch.equal(tiles.codes[:, head:], plain.codes.view(2, -1))
-    sums = tiles.codes[:, :head].contiguous().view(torch.int16)
-    assert not sums[:, len(ends) * 16 :].any()
+    tiles = for_rounded(pack_quantized(q), 8)
+    assert tiles.code_sums is not None
+    assert tiles.code_sums.shape == (2, len(ends), 16)
+    assert for_rounded(pack_quantized(q), 16).code_sums is None
     codes = torch.nn.functional.pad(q.codes.int() + (0 if q.zeros is not None else 8), (0, 0, 0, 12)).view(2, 16, inputs)
     for i, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        got, wanted = sums[:, i * 16 : i * 16 + 16].int(), codes[:, :, first:end].sum(-1, dtype=torch.int32)
+        got, wanted = tiles.code_sums[:, i].int(), codes[:, :, first:end].sum(-1, dtype=torch.int32)
         assert torch.equal(got[0], wanted[0])
         assert torch.equal(got[1, :4], wanted[1, :4])
     tokens = torch.tensor([0, 19, 3, 16])
     assert torch.equal(embed(tiles, tokens), numerics.dequantize(q)[tokens])
+
+
+@pytest.mark.parametrize("text", ["int4-g64-sym", "int8-g32-asym"])
+def test_scales_are_halves_where_all_are_exact_in_fp16(text: str) -> None:
+    q = _quantized(text, 20, 128)
+    exact = replace(q, scales=q.scales.half().float())
+    tiles, tokens = for_rounded(pack_quantized(exact), 8), torch.tensor([0, 19])
+    assert tiles.scales is not None
+    assert tiles.scales.dtype == torch.float16
+    assert torch.equal(embed(tiles, tokens), numerics.dequantize(exact)[tokens])
+    for other in (1e-9, 70000.0, 0.1):  # too small, too large, with more digits
+        scales = exact.scales.clone()
+        scales[7, 1] = other
+        plain = for_rounded(pack_quantized(replace(exact, scales=scales)), 8).scales
+        assert plain is not None
+        assert plain.dtype == torch.float32
 
 
 @pytest.mark.parametrize(("group", "block"), [(8, 8), (12, 16), (64, 64), (128, 128), (576, 96), (2048, 128), (1536, 128), (130, 72), (1, 8), (288, 96)])

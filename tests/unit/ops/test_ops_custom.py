@@ -132,11 +132,16 @@ def test_a_compiled_dense_product_has_the_same_bits() -> None:
 
 
 @pytest.mark.skipif(missing() is not None, reason="no native module")
-@pytest.mark.parametrize(("text", "scale"), [("int4-g32-asym", None), ("int8-channel-sym+int8-token", 0.0)])
-def test_torch_accepts_the_native_operation(text: str, scale: float | None) -> None:
-    packed = (NativeKernel(1) if scale is None else NativeInt8(1)).prepack(quantized(text, (37, 96), bias=True))
+@pytest.mark.parametrize(
+    ("kernel", "text", "scale"),
+    [(NativeKernel(1), "int4-g32-asym", None), (NativeInt8(1), "int8-channel-sym+int8-token", 0.0), (NativeRounded(8, 1), "int4-g32-sym", None)],
+)
+def test_torch_accepts_the_native_operation(kernel: NativeKernel | NativeInt8 | NativeRounded, text: str, scale: float | None) -> None:
+    packed = kernel.prepack(quantized(text, (37, 96), bias=True))
     t = packed.tiles
-    given = (torch.randn(3, 96), t.codes, t.scales, t.zeros, t.book, packed.bias, t.format, t.out_features, t.in_features, t.blocks, t.block_k, t.run, "F32", scale, 1, None)
+    assert (t.code_sums is not None) == isinstance(kernel, NativeRounded)
+    sizes = (t.format, t.out_features, t.in_features, t.blocks, t.block_k, t.run, packed.weight.activations)
+    given = (torch.randn(3, 96), t.codes, t.scales, t.zeros, t.book, t.code_sums, packed.bias, *sizes, scale, 1, None)
     assert set(torch.library.opcheck(OPS.native_linear.default, given).values()) == {"SUCCESS"}
 
 

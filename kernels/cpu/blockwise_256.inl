@@ -141,6 +141,11 @@ struct V256 {
         _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), b.lo);
         _mm256_storeu_si256(reinterpret_cast<__m256i *>(p + 32), b.hi);
     }
+    static void add_bytes(Bytes &to, const Bytes &b) { to = {_mm256_add_epi8(to.lo, b.lo), _mm256_add_epi8(to.hi, b.hi)}; }
+    static Words sums_of(const Bytes &bytes) {
+        const auto columns = [](__m256i b) { return _mm256_madd_epi16(_mm256_maddubs_epi16(b, _mm256_set1_epi8(1)), _mm256_set1_epi16(1)); };
+        return {columns(bytes.lo), columns(bytes.hi)};
+    }
     static Bytes nibbles(const Bytes &b, bool upper) {
         const __m256i mask = _mm256_set1_epi8(15);
         return {_mm256_and_si256(upper ? _mm256_srli_epi16(b.lo, 4) : b.lo, mask), _mm256_and_si256(upper ? _mm256_srli_epi16(b.hi, 4) : b.hi, mask)};
@@ -159,7 +164,6 @@ struct V256 {
     }
     static Words start_words(int32_t offset) { return {_mm256_set1_epi32(offset), _mm256_set1_epi32(offset)}; }
     static Words add(const Words &a, const Words &b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
-    static Words as_words(const Words &sum) { return sum; }
     static Words load_words(const int16_t *p) {
         const auto *halves = reinterpret_cast<const __m128i *>(p);
         return {_mm256_cvtepi16_epi32(_mm_loadu_si128(halves)), _mm256_cvtepi16_epi32(_mm_loadu_si128(halves + 1))};

@@ -5,6 +5,7 @@
 
 #include "amx.inl"
 #include "qforge/blockwise.h"
+#include "blocks_x86.inl"
 #include "sums_x86.inl"
 
 namespace qforge {
@@ -72,7 +73,7 @@ void product(const BlockwisePiece &p, int64_t row, int64_t rows, int64_t tile, c
         ahead.fetch();
         for (const int64_t end = std::min(rows, 2 * (b + 1) * rows / w.blocks); here < end; ++here) __builtin_prefetch(y + here * p.y_stride, 1);  // sums would wait behind stores to memory that is not there yet
         const int64_t first = segment, end = segment + of_block, at = (tile * w.blocks + b) * kTile;
-        const __m512 weight_scale = w.half_scales ? V::load_halves(w.half_scales + at) : V::load(w.scales + at), zeros = Z ? __m512{} : V::zeros(w.zeros + at);
+        const __m512 weight_scale = block_scales(w, at), zeros = Z ? __m512{} : V::zeros(w.zeros + at);
         for (; segment < end; segment += S, scale += S * kRows) {
             begin(segment + S);
             const auto &sum = sums[segment / S % 2];

@@ -40,9 +40,10 @@ struct V : V256 {
     static Weights unpack(const uint8_t *chunk, int half) { return nibbles(load_bytes(chunk), half); }
     static Sums start(int32_t pair) { return {_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)}; }
     // Less kNarrowSum, beside 0
-    static Words as_words(const Words &narrow) {
-        const __m256i lower = _mm256_set1_epi32(0xFFFF);
-        return {_mm256_and_si256(narrow.lo, lower), _mm256_and_si256(narrow.hi, lower)};
+    static Words sums_of(const Bytes &bytes) {
+        const auto less = [](__m256i sums) { return _mm256_sub_epi16(sums, _mm256_set1_epi32(kNarrowSum)); };  // of 16 bits
+        const Words sums = V256::sums_of(bytes);
+        return {less(sums.lo), less(sums.hi)};
     }
     static Words load_words(const int16_t *p) {
         const auto *halves = reinterpret_cast<const __m128i *>(p);

@@ -106,10 +106,10 @@ struct PairedProduct {
                     }
 #pragma GCC unroll 6
                     for (int r = 0; r < R; ++r) {
-                        const V::Inputs ahead = V::inputs(x + r * inputs + 8 * i), behind = V::inputs(x + r * inputs + 8 * i + 4);
+                        const V::Inputs first = V::inputs(x + r * inputs + 8 * i), second = V::inputs(x + r * inputs + 8 * i + 4);
                         for (int t = 0; t < T; ++t)
-                            sum[r][t] = plain(t, i) ? _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum[r][t], lower[t], ahead), upper[t], behind)
-                                                          : _mm512_dpbusd_epi32(sum[r][t], _mm512_add_epi8(ahead, upper[t]), _mm512_add_epi8(behind, lower[t]));
+                            sum[r][t] = plain(t, i) ? _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum[r][t], lower[t], first), upper[t], second)
+                                                          : _mm512_dpbusd_epi32(sum[r][t], _mm512_add_epi8(first, upper[t]), _mm512_add_epi8(second, lower[t]));
                     }
                 }
             };

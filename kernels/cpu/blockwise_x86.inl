@@ -155,39 +155,40 @@ void round_rows(const Weight &w, const float *x, int64_t x_stride, const Rounded
 // ---- product ----
 
 // part = fma(scale of the row's segment, sum over `chunks` chunks, part) for R rows x T tiles; First: part = scale * sum; Magic: the same, with sums that start with kMagicBits. Two: in two parts, the first of 32 inputs; Offset: sums have one
-// Made: sums of the weights' codes are made here, as one more row
 template <bool Offset, bool First, bool Magic, bool Two, bool Panel, int R, int T>
 inline __attribute__((always_inline)) void add_centered(V::Floats (&part)[R][T], const uint8_t *(&chunk)[T], const int8_t *x, int64_t inputs, int64_t chunks, const CenteredSegment *n, int64_t stride, const int16_t *const (&code_sums)[T]) {
     static_assert(First || !Magic);
     static_assert(!V::kNarrow || (!Two && !Magic));
     constexpr Format F = Format::INT4;
-    constexpr bool kMade = makes_sums(R) && !Panel;
-    constexpr int C = R + kMade;
-    V::Sums sum[C][T];
-    V::Integers before[C][T];
+    V::Sums sum[R][T];
+    V::Integers before[R][T];
     constexpr int32_t kNone = Magic ? kMagicBits : 0;  // in the place of an offset
-    const auto offset = [&](int c) { return c == R ? 0 : Offset ? n[c * stride].offset : kNone; };
-    start_sums(sum, [&](int c) { return !V::kNarrow ? offset(c) : c == R ? kNarrowOnes : n[c * stride].starts; });
-    if constexpr (Two) {
-        add_chunks<F, Panel, C, T, kMade>(sum, chunk, x, inputs, kSegment / 8);
-#pragma GCC unroll 6
-        for (int c = 0; c < C; ++c)
-            for (int t = 0; t < T; ++t) before[c][t] = V::whole(sum[c][t], offset(c));
-        if constexpr (R > 1) V::put_away(before);
-        start_sums(sum, [](int) { return 0; });
-        add_chunks<F, Panel, C, T, kMade>(sum, chunk, x + kSegment, inputs, chunks - kSegment / 8);
-    } else {
-        add_chunks<F, Panel, C, T, kMade>(sum, chunk, x, inputs, chunks);
-    }
-    const auto whole_of = [&](int c, int t) __attribute__((always_inline)) {
-        const V::Integers whole = V::whole(sum[c][t], Two ? 0 : offset(c));
-        return Two ? V::add(before[c][t], whole) : whole;
+    const auto offset = [&](int c) { return Offset ? n[c * stride].offset : kNone; };
+    start_sums(sum, [&](int c) { return V::kNarrow ? n[c * stride].starts : offset(c); });
+    constexpr bool kMade = makes_sums(R);
+    V::Weights bytes[T] = {};  // each the sum of a column's codes of every fourth input: 16 of them at most
+    const auto add = [&](const int8_t *from, int64_t count) __attribute__((always_inline)) {
+        if constexpr (kMade) add_chunks<F, Panel, R, T>(sum, chunk, from, inputs, count, bytes);
+        else add_chunks<F, Panel, R, T>(sum, chunk, from, inputs, count);
     };
+    if constexpr (Two) {
+        add(x, kSegment / 8);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r)
+            for (int t = 0; t < T; ++t) before[r][t] = V::whole(sum[r][t], offset(r));
+        V::put_away(before);
+        start_sums(sum, [](int) { return 0; });
+        add(x + kSegment, chunks - kSegment / 8);
+    } else {
+        add(x, chunks);
+    }
     for (int t = 0; t < T; ++t) {
-        const V::Integers codes = kMade ? V::as_words(whole_of(R, t)) : V::load_words(code_sums[t]);
+        const V::Integers codes = kMade ? V::sums_of(bytes[t]) : V::load_words(code_sums[t]);
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
-            const V::Integers whole = V::add_products_of(whole_of(r, t), codes, n[r * stride].middle);
+            V::Integers whole = V::whole(sum[r][t], Two ? 0 : offset(r));
+            if constexpr (Two) whole = V::add(before[r][t], whole);
+            whole = V::add_products_of(whole, codes, n[r * stride].middle);
             const V::Floats by = V::spread(n[r * stride].scale);
             if constexpr (Magic) part[r][t] = V::fma_less(by, V::as_floats(whole), V::spread(n[r * stride].magic));
             else part[r][t] = First ? V::multiply(by, V::to_floats(whole)) : V::fma(by, V::to_floats(whole), part[r][t]);
@@ -195,15 +196,18 @@ inline __attribute__((always_inline)) void add_centered(V::Floats (&part)[R][T],
     }
 }
 
+// Behind a tile's unpacked codes
+inline float *panel_scales(const Weight &w, uint8_t *panel) { return reinterpret_cast<float *>(panel + w.inputs() * kTile); }
+
 // One: a block is a segment. Else parts begin with its first segment, in code of its own where they are put away, or as 0. Panel: weights are those of one tile that were unpacked before, and behind them its scales.
 template <bool Z, bool Offset, bool One, bool Panel>
 struct CenteredProduct {
     static constexpr int kLimbs = 1, kMost = V::kCodeRows<Format::INT4, 1>;
     const BlockwisePiece &p;
-    const uint8_t *panel;
+    uint8_t *panel;
     AllAhead ahead;
 
-    CenteredProduct(const BlockwisePiece &piece, const uint8_t *unpacked) : p(piece), panel(unpacked), ahead(piece.cache) {}
+    CenteredProduct(const BlockwisePiece &piece, uint8_t *unpacked) : p(piece), panel(unpacked), ahead(piece.cache) {}
     void begin(const Strip &strip) { ahead.begin(*p.weight, strip); }
 
     template <int R, int T>
@@ -223,8 +227,6 @@ struct CenteredProduct {
         for (int t = 0; t < T; ++t) {
             chunk[t] = Panel ? panel : chunks_of(w, tile + t);
             code_sums[t] = code_sums_of(w, tile + t);
-            if (R <= kFewRows && !makes_sums(R))  // at once: a second stream beside that of codes would cost memory a third of its speed
-                for (int64_t i = 0; i < tile_sums(w); i += 64 / sizeof(int16_t)) __builtin_prefetch(code_sums[t] + i);
         }
         const auto go_on = [&](int64_t by) {
             x += by;
@@ -259,7 +261,7 @@ struct CenteredProduct {
                     go_on(left);
                 }
             }
-            add_block<Z, Panel>(total, part, w, tile, b, row_sum, reinterpret_cast<const float *>(panel + inputs * kTile));
+            add_block<Z, Panel>(total, part, w, tile, b, row_sum, Panel ? panel_scales(w, panel) : nullptr);
         }
         store(p, total, row, tile);
     }
@@ -270,10 +272,10 @@ constexpr int64_t kPanelGroups = 6;  // groups of rows for which a tile is unpac
 // One that nobody calls where !V::kPanels is not made
 template <typename Bytes = V::Weights>
 void unpack_tile(const Weight &w, int64_t tile, uint8_t *panel) {
-    const uint8_t *chunk = chunks_of(w, tile), *end = chunk + w.inputs() / 8 * chunk_bytes(Format::INT4);
+    make_scales(w, tile, panel_scales(w, panel));
+    const uint8_t *chunk = chunks_of(w, tile), *end = chunk + tile_bytes(w);
     for (; chunk < end; chunk += chunk_bytes(Format::INT4))
         for (int half = 0; half < 2; ++half, panel += sizeof(Bytes)) V::store_bytes(panel, V::unpack<Format::INT4>(chunk, half));
-    make_scales(w, tile, reinterpret_cast<float *>(panel));
 }
 
 template <bool Z, bool Offset, bool One>

@@ -44,11 +44,11 @@ inline __attribute__((always_inline)) void each_input(const Run &run) { each_of(
 template <Format F, int R, int T>
 void few_rows(const Piece &p, int64_t row, int64_t tile) {
     const Weight &w = *p.weight;
-    const int64_t chunks = w.block_k / 8, tile_bytes = w.blocks * chunks * chunk_bytes(F);
+    const int64_t chunks = w.block_k / 8, bytes = tile_bytes(w);
     const float *x[R];
     for (int r = 0; r < R; ++r) x[r] = p.x + (row + r) * p.x_stride;
     const uint8_t *chunk[T];
-    for (int t = 0; t < T; ++t) chunk[t] = w.codes + (tile + t) * tile_bytes;
+    for (int t = 0; t < T; ++t) chunk[t] = chunks_of(w, tile + t);
     const int64_t far = w.inputs() - kNear * 8 / chunk_bytes(F);  // from here on what is near is past these tiles' end
     Columns total[R][T];
     for (int r = 0; r < R; ++r)
@@ -63,7 +63,7 @@ void few_rows(const Piece &p, int64_t row, int64_t tile) {
         for (int64_t c = 0; c < chunks; ++c, k += 8) {
             if constexpr (chunk_bytes(F) <= 128)
                 for (int t = 0; t < T; ++t)
-                    for (int i = 0; i < chunk_bytes(F); i += 64) __builtin_prefetch(chunk[t] + kNear + (k < far ? 0 : (T - 1) * tile_bytes) + i, 0, 2);
+                    for (int i = 0; i < chunk_bytes(F); i += 64) __builtin_prefetch(chunk[t] + kNear + (k < far ? 0 : (T - 1) * bytes) + i, 0, 2);
             each_input([&](auto j) __attribute__((always_inline)) {
                 Columns values[T];
                 for (int t = 0; t < T; ++t) values[t] = unpack<F, j.value>(chunk[t], keys[t]);

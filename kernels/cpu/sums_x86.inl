@@ -23,13 +23,14 @@ template <Format F, bool Panel>
 constexpr int64_t kChunk = Panel ? 2 * sizeof(V::Weights) : chunk_bytes(F);
 
 // sums += products over 4 inputs, one half of chunk `at`
-template <Format F, bool Panel, int C, int T>
-inline __attribute__((always_inline)) void add_half(V::Sums (&sum)[C][T], const uint8_t *const (&chunk)[T], int64_t at, const int8_t *const (&row)[C], int half) {
+template <Format F, bool Panel, int C, int T, typename... Codes>
+inline __attribute__((always_inline)) void add_half(V::Sums (&sum)[C][T], const uint8_t *const (&chunk)[T], int64_t at, const int8_t *const (&row)[C], int half, Codes &...codes) {
     V::Weights w[T];
     for (int t = 0; t < T; ++t) {
         const uint8_t *from = chunk[t] + at * kChunk<F, Panel>;
         if constexpr (Panel) w[t] = V::load_bytes(from + half * sizeof(V::Weights));
         else w[t] = V::unpack<F>(from, half);
+        (V::add_bytes(codes[t], w[t]), ...);
     }
 #pragma GCC unroll 6
     for (int c = 0; c < C; ++c) {
@@ -38,24 +39,16 @@ inline __attribute__((always_inline)) void add_half(V::Sums (&sum)[C][T], const 
     }
 }
 
-struct Ones {  // codes
-    int8_t of[kCentered];
-    constexpr Ones() : of() {
-        for (int8_t &one : of) one = 1;
-    }
-};
-alignas(64) constexpr Ones kOnes;
-
-// sums += products over the next `chunks` chunks of 8 inputs; code row c has its codes at x + c * stride; Made: those of the last one are 1
-template <Format F, bool Panel, int C, int T, bool Made = false>
-inline __attribute__((always_inline)) void add_chunks(V::Sums (&sum)[C][T], const uint8_t *(&chunk)[T], const int8_t *x, int64_t stride, int64_t chunks) {
+// sums += products over the next `chunks` chunks of 8 inputs; code row c has its codes at x + c * stride; codes: for each tile, bytes that become sums of the weights' codes, or none
+template <Format F, bool Panel, int C, int T, typename... Codes>
+inline __attribute__((always_inline)) void add_chunks(V::Sums (&sum)[C][T], const uint8_t *(&chunk)[T], const int8_t *x, int64_t stride, int64_t chunks, Codes &...codes) {
     const int8_t *row[C];
 #pragma GCC unroll 6
-    for (int c = 0; c < C; ++c) row[c] = V::pointer(Made && c == C - 1 ? kOnes.of : x + c * stride);
+    for (int c = 0; c < C; ++c) row[c] = V::pointer(x + c * stride);
 #pragma GCC unroll 8
     for (int64_t i = 0; i < chunks; ++i) {
-        add_half<F, Panel, C, T>(sum, chunk, i, row, 0);
-        add_half<F, Panel, C, T>(sum, chunk, i, row, 1);
+        add_half<F, Panel, C, T>(sum, chunk, i, row, 0, codes...);
+        add_half<F, Panel, C, T>(sum, chunk, i, row, 1, codes...);
     }
     for (int t = 0; t < T; ++t) chunk[t] += chunks * kChunk<F, Panel>;
 }
@@ -101,7 +94,7 @@ inline Ahead next_tiles(const Weight &w, const uint8_t *from, int64_t bytes, con
     return between(s.tile_end * bytes, (s.tile_end + tiles) * bytes, tiles * bytes / (calls * w.blocks));
 }
 
-// All that is read of a weight
+// A weight's codes, scales and sums of codes
 struct WeightAhead {
     Ahead codes{}, scales{}, sums{};
 

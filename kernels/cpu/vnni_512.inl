@@ -80,7 +80,8 @@ struct V {
     static void add_products(Sums &sum, Weights w, Inputs x) { sum = _mm512_dpbusd_epi32(sum, w, x); }
     static Integers whole(Sums sum, int32_t) { return sum; }
     static Integers add(Integers a, Integers b) { return _mm512_add_epi32(a, b); }
-    static Integers as_words(Integers sum) { return sum; }
+    static void add_bytes(Weights &to, Weights b) { to = _mm512_add_epi8(to, b); }
+    static Integers sums_of(Weights bytes) { return _mm512_dpbusd_epi32(_mm512_setzero_si512(), bytes, _mm512_set1_epi8(1)); }
     static Integers load_words(const int16_t *p) { return _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))); }
     static Integers add_products_of(Integers sum, Integers pairs, int32_t pair) { return _mm512_dpwssd_epi32(sum, pairs, _mm512_set1_epi32(pair)); }
     static __m512i join(__m512i high, __m512i low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }

@@ -46,8 +46,8 @@ class NativeWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a product with one row reads: no zero points that are all the same, no sums of codes, which it makes."""
-        zeros = self.zeros if self.view().zero < 0 else None
+        """Bytes that a product with one row reads: no sums of codes, which it makes, and, but for activations in fp32, no zero points that are all the same."""
+        zeros = self.zeros if self.activations == "F32" or self.view().zero < 0 else None
         return sum(b.nbytes for b in (self.codes, self.scales, self.half_scales, zeros) if b is not None)
 
     def view(self) -> Any:

@@ -91,5 +91,5 @@ class NativeModel:
         return dict(Counter(p.kernel for p in self.products()))
 
     def nbytes(self) -> int:
-        """Bytes of all products' weights as their kernels read them: what a step reads, whatever its batch."""
+        """Bytes of all products' weights as their kernels read them: what a step with one token reads."""
         return sum(part.nbytes for product in self.products() for part in product.parts)

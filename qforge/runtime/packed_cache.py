@@ -64,7 +64,7 @@ class Entry:
 
     def write(self, packed: PackedModel, threads: int | None = None) -> None:
         """Keep a packed model. Where that is not possible it is said in the log, and nothing else happens."""
-        size = packed.model.nbytes()
+        size = packed_file.nbytes(packed)
         try:
             if _state(self.source) != self.state:
                 return

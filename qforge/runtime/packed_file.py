@@ -48,10 +48,8 @@ def write(path: Path, packed: PackedModel, threads: int | None = None) -> None:
     Raises:
         OSError: the disk is full, or the folder cannot be written.
     """
-    buffers: dict[tuple[int, int], tuple[int, Buffer]] = {}
-    header = json.dumps(_told(packed, buffers)).encode()
-    first = -(-(_START + len(header)) // _ALIGN) * _ALIGN
-    size = first + sum(-(-b.nbytes // _ALIGN) * _ALIGN for _, b in buffers.values())
+    header, buffers = _laid_out(packed)
+    first, size = _aligned(_START + len(header)), nbytes(packed)
     with open(path, "wb+") as f:
         f.write(_MARK + bytes(8) + len(header).to_bytes(8, "little") + header)
         for offset, buffer in buffers.values():
@@ -64,6 +62,12 @@ def write(path: Path, packed: PackedModel, threads: int | None = None) -> None:
         f.write(checksum)
 
 
+def nbytes(packed: PackedModel) -> int:
+    """Of the file that `write` writes."""
+    header, buffers = _laid_out(packed)
+    return _aligned(_START + len(header)) + sum(_aligned(b.nbytes) for _, b in buffers.values())
+
+
 def read(path: Path, key: str, threads: int | None = None) -> PackedModel | None:
     """Map a file; None where it is not there, is damaged, or is not the one that was asked for."""
     try:
@@ -74,9 +78,19 @@ def read(path: Path, key: str, threads: int | None = None) -> PackedModel | None
     if len(whole) < _START or len(whole) % _ALIGN or bytes(whole[:8]) != _MARK or bytes(whole[8:16]) != _checksum(whole, threads):
         return None
     length = int.from_bytes(bytes(whole[16:_START]), "little")
-    first = -(-(_START + length) // _ALIGN) * _ALIGN
+    first = _aligned(_START + length)
     told = json.loads(bytes(whole[_START : _START + length]))
     return _built(told, whole[first:]) if told["key"] == key else None
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _laid_out(packed: PackedModel) -> tuple[bytes, dict[tuple[int, int], tuple[int, Buffer]]]:
+    """The header, and each buffer with its place, by where it lies."""
+    buffers: dict[tuple[int, int], tuple[int, Buffer]] = {}
+    return json.dumps(_told(packed, buffers)).encode(), buffers
 
 
 def _mapped(file: int) -> Buffer:
@@ -98,7 +112,7 @@ def _told(packed: PackedModel, buffers: dict[tuple[int, int], tuple[int, Buffer]
         at = (address(b), b.nbytes)
         if at not in buffers:
             buffers[at] = (end, b)
-            end += -(-b.nbytes // _ALIGN) * _ALIGN
+            end += _aligned(b.nbytes)
         return [buffers[at][0], b.nbytes]
 
     def product(p: NativeProduct) -> list[Any]:

@@ -65,7 +65,7 @@ class Runner(Protocol):
         """How many products each kernel runs."""
 
     def weight_bytes(self) -> int:
-        """Bytes of weights that a step reads."""
+        """Bytes of weights that a step with one token reads."""
 
 
 def build_step(pieces: list[Piece], block_size: int, *, all_logits: bool = False) -> StepInput:

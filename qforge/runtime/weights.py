@@ -60,7 +60,7 @@ class Weights:
         return dict(Counter(p.kernel for p in self._products()))
 
     def nbytes(self) -> int:
-        """Bytes of all products' weights as their kernels read them: what a step reads, whatever its batch."""
+        """Bytes of all products' weights as their kernels read them: what a step with one token reads."""
         return sum(part.nbytes for product in self._products() for part in product.parts)
 
     def _products(self) -> list[Linear]:

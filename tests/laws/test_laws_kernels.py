@@ -24,7 +24,7 @@ SCHEMES = [
     "int3-g16-sym", "int5-g16-asym@f32", "int6-channel-sym", "int8-block24x16-sym", "int4-g32-offset", "fp8-e4m3-channel", "nf4-g16", "fp8-e4m3-block24x16", "fp8-e5m2-tensor",
     "fp4-e2m1-g32@e8m0", "fp4-e2m1-g16@e4m3/tensor:f32", "nf4-g64@u8/g256:f32", "int8-channel-sym+int8-token", "int8-channel-asym+int8-token", "int4-g32-sym+int8-token",
     "int8-g24-asym+int8-token", "int8-tensor-sym+int8-tensor-static", "fp8-e4m3-channel+fp8-e4m3-token", "fp8-e4m3-tensor+fp8-e4m3-tensor-static", "int8-g16-sym+int8-g16",
-    "int4-g96-sym", "int8-g96-sym", "int4-g64-sym+int8-token",  # three segments of 32 inputs; whole tiles of 64
+    "int4-g64-sym@f32", "int4-g96-sym", "int8-g96-sym", "int4-g64-sym+int8-token",  # scales that fp16 does not hold; three segments of 32 inputs; whole tiles of 64
 ]  # fmt: skip
 
 

@@ -25,11 +25,13 @@ std::vector<float> product(const BlockwiseFunctions &f, const Weight &w, const s
     const RoundedBlocks rounded{codes.data(), scales.data(), sums.data(), group_scales.data(), offsets.data(), centered.data(), pairs.data()};
     f.round_rows(w, x.data(), w.inputs(), rounded, 0, rows, 0, cuts.segment);
     f.round_rows(w, x.data() + first_input(w, cuts.segment), w.inputs(), rounded, 0, rows, cuts.segment, w.blocks * segments_of_block(w));
-    const Room scratch = room(f.scratch_bytes ? f.scratch_bytes(w) : 64);
+    const int64_t size = f.scratch_bytes ? f.scratch_bytes(w) : 0;
+    const Room scratch = room(size + 64), untouched = room(64);
     CacheAhead nothing;
     for (const auto &[row, row_end] : {std::pair(int64_t{0}, cuts.row), std::pair(cuts.row, rows)})
         for (const auto &[tile, tile_end] : {std::pair(int64_t{0}, cuts.tile), std::pair(cuts.tile, w.tiles())})
             if (row < row_end && tile < tile_end) f.piece({&w, rounded, y.data(), w.columns, row, row_end, tile, tile_end, &nothing}, scratch.get());
+    if (std::memcmp(static_cast<char *>(scratch.get()) + size, untouched.get(), 64) != 0) std::fill(y.begin(), y.end(), INFINITY);  // written past its end
     return y;
 }
 

@@ -11,13 +11,15 @@ using namespace qforge;
 
 namespace {
 
-// With activations rounded, and as they are: the latter take the same memory for other codes where there are sums of codes in it
+// With activations rounded, and as they are
 std::vector<float> products(const BlockwiseCase &c, const std::string &isa, int threads) {
     const auto size = static_cast<size_t>(c.rows * c.w.columns);
     std::vector<float> y(2 * size, -1.0f);
     Context context(threads, isa);
     Weight floats = c.w;
     floats.activations = Activations::F32;
+    floats.scales = c.scales.data();
+    floats.half_scales = nullptr;
     context.linear(c.w, c.x.data(), c.rows, c.w.inputs(), y.data(), c.w.columns);
     context.linear(floats, c.x.data(), c.rows, c.w.inputs(), y.data() + size, c.w.columns);
     return y;

@@ -47,7 +47,7 @@ inline int64_t limbs(const Weight &w) { return w.activations == Activations::INT
 inline int64_t tile_sums(const Weight &w) { return w.blocks * segments_of_block(w) * kTile; }
 inline const int16_t *code_sums_of(const Weight &w, int64_t tile) { return w.code_sums + tile * tile_sums(w); }
 
-inline float scale_at(const Weight &w, int64_t at) { return w.half_scales ? half_to_float(w.half_scales[at]) : w.scales[at]; }
+[[maybe_unused]] static float scale_at(const Weight &w, int64_t at) { return w.half_scales ? half_to_float(w.half_scales[at]) : w.scales[at]; }
 
 inline float without_last_bits(float scale) { return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, scale) & ~3u); }
 
@@ -78,7 +78,6 @@ struct PairedSegment {  // of products by pairs (blockwise_avx512_pairs.cpp)
 // are at each step the sum of code * (weight code - 8) over what was added, less 8 * code over what is still to come: each of 32 inputs counts 120 * 8 at most, so that they never leave 16 bits. (Weights' codes of 0 to 15 by themselves would, after 18.)
 // The middle multiplies the sum of the weights' codes less kNarrowSum; `offset` is what is left of zero points then.
 constexpr int32_t kNarrowLess = 8, kNarrowSum = kNarrowLess * static_cast<int32_t>(kCentered);
-constexpr int32_t kNarrowOnes = -(kNarrowSum / 2) * 0x10000 | (-(kNarrowSum / 2) & 0xFFFF);  // `starts` of 64 codes that are 1: what such a sum becomes is what the middle multiplies
 inline bool narrow_without_offset(const Weight &w) { return w.zero == kNarrowLess && w.block_k % kCentered == 0; }  // offsets are 0
 
 struct RoundedBlocks {  // codes, sums, group_scales and centered can be read up to whole groups of 16 rows, where a task begins

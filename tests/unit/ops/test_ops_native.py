@@ -244,6 +244,24 @@ def test_rows_of_more_segments_than_are_rounded_at_once(isa: str, bits: int, row
     assert (kernel.run(x, packed).double() - wanted).abs().max() < 2e-5 * wanted.abs().max()
 
 
+def test_a_weight_says_what_one_row_reads_and_refuses_what_no_kernel_takes() -> None:
+    weight = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
+    q = {text: numerics.quantize(weight, parse(text), *numerics.minmax_parameters(weight, parse(text))) for text in ("int4-g64-sym", "int4-g64-asym", "int4-g64-sym@f32")}
+    codes, numbers = 32 * 128 // 2, 32 * 2  # bytes; scales
+    for kernel, text, wanted in (
+        (NativeRounded(8), "int4-g64-sym", codes + 2 * numbers),
+        (NativeRounded(16), "int4-g64-asym", codes + 3 * numbers),
+        (NativeRounded(8), "int4-g64-sym@f32", codes + 4 * numbers),
+        (NativeKernel(), "int4-g64-sym", codes + 5 * numbers),
+    ):
+        assert kernel.prepack(q[text]).weight.nbytes == wanted
+    rounded = NativeRounded(8).prepack(q["int4-g64-sym"]).weight
+    with pytest.raises(ValueError, match="scales in fp16 are for"):
+        replace(rounded, activations="F32").view()
+    with pytest.raises(ValueError, match="need the sums of the weight's codes"):
+        replace(rounded, code_sums=None).view()
+
+
 def test_packed_weights_outlive_the_region_that_others_lie_in() -> None:
     arena = Arena()
     tensors = [torch.randn(n, 33) for n in (1, 7, 400_000, 600_000, 3)]

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "qforge/blockwise.h"
+#include "qforge/processor.h"
 
 namespace qforge {
 namespace {
@@ -78,7 +79,7 @@ struct Strip {
 constexpr int64_t kNear = 3072;  // bytes
 
 inline bool brings_near() {
-    static const bool near = !__builtin_cpu_is("amdfam17h") && !(__builtin_cpu_is("amdfam19h") && __builtin_cpu_supports("avx512f"));  // neither Zen and Zen 2, which were not measured, nor Zen 4
+    static const bool near = !__builtin_cpu_is("amdfam17h") && !is_zen4();  // neither Zen and Zen 2, which were not measured, nor Zen 4
     return near;
 }
 

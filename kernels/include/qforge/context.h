@@ -127,7 +127,7 @@ class Context {
     std::recursive_mutex turn_;
     Pool pool_;
     std::string isa_;
-    LinearPiece piece_;
+    LinearPiece few_rows_, many_rows_;  // up to kFewRows, and more
     const LayerFunctions *layers_;
     WeightSum weight_sum_ = weight_sum_portable;
     const TileAttention *tiles_ = nullptr;  // null: none

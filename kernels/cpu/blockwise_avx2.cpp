@@ -39,7 +39,7 @@ struct V : V256 {
     template <Format F>
     static Weights unpack(const uint8_t *chunk, int half) { return nibbles(load_bytes(chunk), half); }
     static Sums start(int32_t pair) { return {_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)}; }
-    // Less kNarrowSum, beside 0
+    // Both less kNarrowSum, beside 0
     static Words sums_of(const Bytes &bytes) {
         const auto less = [](__m256i sums) { return _mm256_sub_epi16(sums, _mm256_set1_epi32(kNarrowSum)); };  // of 16 bits
         const Words sums = V256::sums_of(bytes);

@@ -23,6 +23,7 @@ _MARK = b"QFPACK\r\n"
 _START = 24  # mark, checksum, length of the header
 _ALIGN = 64
 _BUFFERS = ("scales", "half_scales", "zeros", "code_sums", "book", "bias", "gather")  # of a weight, any of which may be None
+_Buffers = dict[tuple[int, int], tuple[int, Buffer]]  # where each lies and its size: its place in the file, and the buffer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +50,8 @@ def write(path: Path, packed: PackedModel, threads: int | None = None) -> None:
         OSError: the disk is full, or the folder cannot be written.
     """
     header, buffers = _laid_out(packed)
-    first, size = _aligned(_START + len(header)), nbytes(packed)
+    first = _aligned(_START + len(header))
+    size = first + _size(buffers)
     with open(path, "wb+") as f:
         f.write(_MARK + bytes(8) + len(header).to_bytes(8, "little") + header)
         for offset, buffer in buffers.values():
@@ -65,7 +67,7 @@ def write(path: Path, packed: PackedModel, threads: int | None = None) -> None:
 def nbytes(packed: PackedModel) -> int:
     """Of the file that `write` writes."""
     header, buffers = _laid_out(packed)
-    return _aligned(_START + len(header)) + sum(_aligned(b.nbytes) for _, b in buffers.values())
+    return _aligned(_START + len(header)) + _size(buffers)
 
 
 def read(path: Path, key: str, threads: int | None = None) -> PackedModel | None:
@@ -87,9 +89,13 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def _laid_out(packed: PackedModel) -> tuple[bytes, dict[tuple[int, int], tuple[int, Buffer]]]:
+def _size(buffers: _Buffers) -> int:
+    return sum(_aligned(b.nbytes) for _, b in buffers.values())
+
+
+def _laid_out(packed: PackedModel) -> tuple[bytes, _Buffers]:
     """The header, and each buffer with its place, by where it lies."""
-    buffers: dict[tuple[int, int], tuple[int, Buffer]] = {}
+    buffers: _Buffers = {}
     return json.dumps(_told(packed, buffers)).encode(), buffers
 
 
@@ -101,7 +107,7 @@ def _checksum(whole: Buffer, threads: int | None) -> bytes:
     return int(context(threads).checksum(address(whole) + 16, len(whole) - 16)).to_bytes(8, "little")
 
 
-def _told(packed: PackedModel, buffers: dict[tuple[int, int], tuple[int, Buffer]]) -> dict[str, Any]:
+def _told(packed: PackedModel, buffers: _Buffers) -> dict[str, Any]:
     """The header: fields as they are, and a buffer as its place and size. Buffers that several share are kept once."""
     end = 0
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-# Seconds after which a run is taken to hang. The demo takes 7 minutes on one core with AVX512-BF16, several times that on others.
+# Seconds after which a run is taken to hang. The demo and its two further runs took 860 on one core with AVX512-BF16 beside other work; they take longer on others.
 HANGS = 3600
 SAMPLES = 8  # of calibration, where recipes name more: what is tried is the recipe, not how good its method gets
 THREADS = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

@@ -116,6 +116,10 @@ def test_kept_weights_give_the_same_bits_in_every_family(name: str, cache: Path)
     assert first.generate(asked, params) == again.generate(asked, params)
     assert first.kernels() == again.kernels()
     assert first.runner.weight_bytes() == again.runner.weight_bytes()
+    (file,) = kept(cache)
+    packed = packed_file.read(file, file.stem)
+    assert packed is not None
+    assert packed_file.nbytes(packed) == file.stat().st_size
 
 
 @pytest.mark.parametrize("activations", ACTIVATIONS)

@@ -110,7 +110,7 @@ def measure(size: int, threads: int, library: str | None) -> list[dict[str, Any]
 
 def _copies(weight: NativeWeight, count: int) -> list[NativeWeight]:
     """Each in memory of its own, placed as a model's weights are."""
-    arena, parts = Arena(), {name: part for name in ("codes", "scales", "half_scales", "zeros", "code_sums") if (part := getattr(weight, name)) is not None}
+    arena, parts = Arena(), {name: part for name in ("codes", "scales", "half_scales", "zeros", "code_sums", "pair_sums") if (part := getattr(weight, name)) is not None}
     return [replace(weight, **{name: bytes_of(arena.place(torch.from_numpy(part))) for name, part in parts.items()}) for _ in range(count)]
 
 

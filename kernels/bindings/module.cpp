@@ -53,16 +53,17 @@ NB_MODULE(_native, m) {
         .def(
             "__init__",
             [](Weight *self, Format format, int64_t columns, int64_t blocks, int64_t block_k, int64_t run, uintptr_t codes, uintptr_t scales, uintptr_t half_scales, uintptr_t zeros,
-               uintptr_t code_sums, uintptr_t book, uintptr_t bias, Activations activations) {
+               uintptr_t code_sums, uintptr_t pair_sums, uintptr_t book, uintptr_t bias, Activations activations) {
                 new (self) Weight{format, columns, blocks, block_k, run, pointer<const uint8_t>(codes), pointer<const float>(scales), pointer<const uint8_t>(zeros),
-                                  pointer<const float>(book), pointer<const float>(bias), activations, -1, pointer<const uint16_t>(half_scales), pointer<const int16_t>(code_sums)};
+                                  pointer<const float>(book), pointer<const float>(bias), activations, -1, pointer<const uint16_t>(half_scales), pointer<const int16_t>(code_sums), pointer<const int32_t>(pair_sums)};
                 if (half_scales && activations != Activations::INT8 && activations != Activations::INT16) throw std::invalid_argument("scales in fp16 are for products with activations that are rounded by segments");
                 if (qforge::centered(*self) && !code_sums) throw std::invalid_argument("activations that are rounded around a middle need the sums of the weight's codes");
+                if (pair_sums && !(qforge::centered(*self) && block_k % qforge::kCentered == 0)) throw std::invalid_argument("sums of pairs are for whole segments of 64 inputs around a middle");
                 if (activations == Activations::BF16 && format != Format::INT4 && format != Format::INT8 && format != Format::BOOK4) throw std::invalid_argument("bf16 products take packed integers and code books");
                 if (self->zeros) self->zero = common_zero(*self);
             },
             nb::arg("format"), nb::arg("columns"), nb::arg("blocks"), nb::arg("block_k"), nb::arg("run"), nb::arg("codes"), nb::arg("scales"), nb::arg("half_scales"), nb::arg("zeros"),
-            nb::arg("code_sums"), nb::arg("book"), nb::arg("bias"), nb::arg("activations") = Activations::F32)
+            nb::arg("code_sums"), nb::arg("pair_sums"), nb::arg("book"), nb::arg("bias"), nb::arg("activations") = Activations::F32)
         .def_ro("zero", &Weight::zero);
     nb::enum_<Activation>(m, "Activation").value("SILU", Activation::SILU).value("GELU_TANH", Activation::GELU_TANH);
     nb::enum_<CacheType>(m, "CacheType").value("F32", CacheType::F32).value("F16", CacheType::F16).value("I8", CacheType::I8).value("BF16", CacheType::BF16).value("F8", CacheType::F8);

@@ -200,7 +200,7 @@ RoundedBlocks Context::BlocksRoom::of(const Weight &weight, int64_t rows) {
         grow(scales_, rows * segments);
         grow(offsets_, rows * segments * limbs(weight));
     }
-    return {codes_.data(), scales_.data(), sums_.data(), group_scales_.data(), offsets_.data(), centered_.data(), pairs_.data()};
+    return {codes_.data(), scales_.data(), sums_.data(), group_scales_.data(), offsets_.data(), centered_.data(), pairs_.data(), rows};
 }
 
 RoundedBlocks Context::rounded_blocks(const Weight &weight, const float *x, int64_t rows, int64_t x_stride, const Rows &before) {

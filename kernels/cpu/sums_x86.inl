@@ -99,11 +99,13 @@ inline Ahead next_tiles(const Weight &w, const uint8_t *from, int64_t bytes, con
 struct WeightAhead {
     Ahead codes{}, scales{}, sums{};
 
-    void begin(const Weight &w, const Strip &s) {
+    // pair_sums: null, or what is read in the place of the sums of codes
+    void begin(const Weight &w, const Strip &s, const int32_t *pair_sums = nullptr) {
         const auto after = [&](const auto *from, int64_t numbers) { return next_tiles(w, reinterpret_cast<const uint8_t *>(from), numbers * static_cast<int64_t>(sizeof(*from)), s); };
         codes = after(w.codes, tile_bytes(w));
         scales = w.half_scales ? after(w.half_scales, w.blocks * kTile) : after(w.scales, w.blocks * kTile);
-        if (!makes_sums(s.rows) && centered(w)) sums = after(w.code_sums, tile_sums(w));
+        if (pair_sums) sums = after(pair_sums, tile_sums(w));
+        else if (!makes_sums(s.rows) && centered(w)) sums = after(w.code_sums, tile_sums(w));
     }
     bool left() const { return codes.left() || scales.left() || sums.left(); }
     void fetch() {
@@ -119,7 +121,7 @@ struct AllAhead {
     WeightAhead weight;
 
     explicit AllAhead(CacheAhead *of_thread) : cache(of_thread) {}
-    void begin(const Weight &w, const Strip &strip) { weight.begin(w, strip); }
+    void begin(const Weight &w, const Strip &strip, const int32_t *pair_sums = nullptr) { weight.begin(w, strip, pair_sums); }
     bool left() const { return weight.left() || cache->left(); }
     // As CacheAhead's
     void fetch(int64_t products) {

@@ -55,7 +55,9 @@ def _placed(t: torch.Tensor | None) -> torch.Tensor | None:
 def _packed(
     tiles: Tiles, bias: torch.Tensor | None, scheme: Scheme | None = None, input_scale: torch.Tensor | None = None, *, activations: str = "F32", arithmetic: str | None = "FP32"
 ) -> Packed:
-    tiles = replace(tiles, codes=_arena().place(tiles.codes), scales=_placed(tiles.scales), zeros=_placed(tiles.zeros), code_sums=_placed(tiles.code_sums))
+    tiles = replace(
+        tiles, codes=_arena().place(tiles.codes), scales=_placed(tiles.scales), zeros=_placed(tiles.zeros), code_sums=_placed(tiles.code_sums), pair_sums=_placed(tiles.pair_sums)
+    )
     bias = None if bias is None else bias.float().contiguous()
     weight = _weight(tiles, bias, activations)
     return Packed(tiles, weight, weight.view(), arithmetic, scheme, input_scale, bias, "" if scheme is None else str(scheme))
@@ -63,7 +65,7 @@ def _packed(
 
 def _weight(tiles: Tiles, bias: torch.Tensor | None, activations: str) -> NativeWeight:
     scales = "half_scales" if tiles.scales is not None and tiles.scales.dtype == torch.float16 else "scales"
-    tensors = {scales: tiles.scales, "zeros": tiles.zeros, "code_sums": tiles.code_sums, "book": tiles.book, "bias": bias, "gather": tiles.gather}
+    tensors = {scales: tiles.scales, "zeros": tiles.zeros, "code_sums": tiles.code_sums, "pair_sums": tiles.pair_sums, "book": tiles.book, "bias": bias, "gather": tiles.gather}
     buffers = {name: bytes_of(t) for name, t in tensors.items()}
     codes = bytes_of(tiles.codes)
     assert codes is not None
@@ -92,7 +94,7 @@ def _product(x: torch.Tensor, packed: Packed, threads: int | None, isa: str | No
     x = _inputs(x, packed)
     if torch.compiler.is_compiling():
         t, w = packed.tiles, packed.weight
-        tensors, sizes = (t.codes, t.scales, t.zeros, t.book, t.code_sums, packed.bias), (t.format, t.out_features, t.in_features, t.blocks, t.block_k, t.run)
+        tensors, sizes = (t.codes, t.scales, t.zeros, t.book, t.code_sums, t.pair_sums, packed.bias), (t.format, t.out_features, t.in_features, t.blocks, t.block_k, t.run)
         y: torch.Tensor = _product_operation(x, *tensors, *sizes, w.activations, static_scale, threads, isa)
         return y
     return _run(packed.view, x, packed.tiles.out_features, threads, isa, static_scale)
@@ -111,18 +113,18 @@ def _run(view: Any, x: torch.Tensor, out_features: int, threads: int | None, isa
 @torch.library.custom_op("qforge::native_linear", mutates_args=(), device_types="cpu")
 def _product_operation(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None, book: torch.Tensor | None, code_sums: torch.Tensor | None,
-    bias: torch.Tensor | None, form: str, out_features: int, in_features: int, blocks: int, block_k: int, run: int, activations: str, static_scale: float | None,
-    threads: int | None, isa: str | None,
+    pair_sums: torch.Tensor | None, bias: torch.Tensor | None, form: str, out_features: int, in_features: int, blocks: int, block_k: int, run: int, activations: str,
+    static_scale: float | None, threads: int | None, isa: str | None,
 ) -> torch.Tensor:  # fmt: skip
-    weight = _weight(Tiles(form, out_features, in_features, blocks, block_k, codes, scales, zeros, None, run, book, code_sums), bias, activations)
+    weight = _weight(Tiles(form, out_features, in_features, blocks, block_k, codes, scales, zeros, None, run, book, code_sums, pair_sums), bias, activations)
     return _run(weight.view(), x, out_features, threads, isa, static_scale)
 
 
 @_product_operation.register_fake
 def _(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None, book: torch.Tensor | None, code_sums: torch.Tensor | None,
-    bias: torch.Tensor | None, form: str, out_features: int, in_features: int, blocks: int, block_k: int, run: int, activations: str, static_scale: float | None,
-    threads: int | None, isa: str | None,
+    pair_sums: torch.Tensor | None, bias: torch.Tensor | None, form: str, out_features: int, in_features: int, blocks: int, block_k: int, run: int, activations: str,
+    static_scale: float | None, threads: int | None, isa: str | None,
 ) -> torch.Tensor:  # fmt: skip
     return x.new_empty(x.shape[0], out_features)
 
@@ -240,7 +242,7 @@ class NativeRounded:
 
     def prepack(self, q: QuantizedLinear) -> Packed:
         """As `NativeKernel` has it."""
-        return _packed(for_rounded(pack_quantized(q), self.bits), q.bias, activations=f"INT{self.bits}")
+        return _packed(for_rounded(pack_quantized(q), self.bits, by_pairs=self.code == "avx512-vnni-pairs"), q.bias, activations=f"INT{self.bits}")
 
     def run(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """`x [T, I]` fp32 -> `[T, O]` fp32."""

@@ -40,6 +40,7 @@ class NativeWeight:
     half_scales: Buffer | None = None
     zeros: Buffer | None = None
     code_sums: Buffer | None = None
+    pair_sums: Buffer | None = None
     book: Buffer | None = None
     bias: Buffer | None = None
     gather: Buffer | None = None
@@ -54,5 +55,5 @@ class NativeWeight:
         """The native view; valid as long as the buffers live."""
         native = module()
         assert native is not None, missing()
-        addresses = [address(b) for b in (self.codes, self.scales, self.half_scales, self.zeros, self.code_sums, self.book, self.bias)]
+        addresses = [address(b) for b in (self.codes, self.scales, self.half_scales, self.zeros, self.code_sums, self.pair_sums, self.book, self.bias)]
         return native.Weight(getattr(native.Format, self.format), self.out_features, self.blocks, self.block_k, self.run, *addresses, getattr(native.Activations, self.activations))

@@ -16,6 +16,7 @@ from qforge.scheme import Per
 TILE = 16
 CHUNK = 8
 SEGMENT = 64  # inputs, kCentered of blockwise.h
+_FIRST_MORE, _SECOND_LESS, _PAIRS_MIDDLE, _PLAIN_CHUNKS = 120, 8, 28140, ((1, 6), (3, 5))  # of products by pairs (blockwise.h)
 _LONGEST_BLOCK = 128  # inputs: partial sums of more than this lose accuracy and do not fit the first-level cache when unpacked
 
 
@@ -29,6 +30,7 @@ class Tiles:
         scales: `[N, B, 16]` fp32, or fp16 (`for_rounded`); None for dense weights.
         zeros: `[N, B, 16]` uint8 for integers, else None.
         code_sums: `[N, segments, 16]` int16, what each segment's codes add up to (`for_rounded`), else None.
+        pair_sums: `[N, segments, 16]` int32, the same beside what products by pairs have too much (`for_rounded`), else None.
         book: `[16]` fp32, what the codes of BOOK4 stand for, else None.
         blocks, block_k: B and K; the kernel's input has B x K columns.
         run: so many blocks one after the other have the same scales and zeros.
@@ -47,6 +49,7 @@ class Tiles:
     run: int = 1
     book: torch.Tensor | None = None
     code_sums: torch.Tensor | None = None
+    pair_sums: torch.Tensor | None = None
 
 
 def block_length(group: int) -> int:
@@ -72,12 +75,18 @@ def pack_quantized(q: QuantizedLinear) -> Tiles:
     )  # fmt: skip
 
 
-def for_rounded(tiles: Tiles, bits: int) -> Tiles:
-    """Integers for activations that are rounded to so many bits (blockwise.h): scales in fp16 where none changes by it; beside INT4 and 8 bits the sums of codes."""
+def for_rounded(tiles: Tiles, bits: int, *, by_pairs: bool = False) -> Tiles:
+    """Integers for activations that are rounded to so many bits (blockwise.h): scales in fp16 where none changes by it; beside INT4 and 8 bits the sums of codes.
+
+    by_pairs: with those of pairs, where blocks are whole segments.
+    """
     assert tiles.scales is not None
     half = tiles.scales.half()
     tiles = replace(tiles, scales=half if torch.equal(half.float(), tiles.scales) else tiles.scales)
-    return replace(tiles, code_sums=_code_sums(tiles)) if tiles.format == "INT4" and bits == 8 else tiles
+    if tiles.format != "INT4" or bits != 8:
+        return tiles
+    sums = _code_sums(tiles)
+    return replace(tiles, code_sums=sums, pair_sums=_pair_sums(tiles, sums) if by_pairs and tiles.block_k % SEGMENT == 0 else None)
 
 
 def _code_sums(tiles: Tiles) -> torch.Tensor:
@@ -86,6 +95,20 @@ def _code_sums(tiles: Tiles) -> torch.Tensor:
     chunks = ((tiles.codes & 15) + (tiles.codes >> 4)).view(count, tiles.blocks, -1, TILE, CHUNK // 2).sum(-1, dtype=torch.int16)  # [N, B, chunks of a block, 16]
     whole = torch.nn.functional.pad(chunks, (0, 0, 0, -chunks.shape[2] % (SEGMENT // CHUNK)))
     return whole.view(count, -1, SEGMENT // CHUNK, TILE).sum(2, dtype=torch.int16)
+
+
+def _pair_sums(tiles: Tiles, code_sums: torch.Tensor) -> torch.Tensor:
+    """See `Weight::pair_sums` of linear.h."""
+    chunks = tiles.codes.view(tiles.codes.shape[0], -1, SEGMENT // CHUNK, TILE, CHUNK // 2)  # [N, segments, chunks, 16, 4]
+    too_much = torch.zeros(code_sums.shape, dtype=torch.int32)
+    for i in range(SEGMENT // CHUNK):
+        first, second = (chunks[:, :, i] & 15).int(), (chunks[:, :, i] >> 4).int()
+        too_much += (_FIRST_MORE * first - _SECOND_LESS * second).sum(-1, dtype=torch.int32)
+        paired = [i not in plain for plain in _PLAIN_CHUNKS]  # in even and in odd tiles
+        products = (first * second).sum(-1, dtype=torch.int32)
+        for odd in range(2):
+            too_much[odd::2] += products[odd::2] * paired[odd]
+    return (_PAIRS_MIDDLE - too_much) * 65536 + code_sums
 
 
 def _codes_of_integers(q: QuantizedLinear, order: torch.Tensor, rows: torch.Tensor, scale_of_block: torch.Tensor, block_k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ from qforge.types import ModelSpec, RopeSpec
 _MARK = b"QFPACK\r\n"
 _START = 24  # mark, checksum, length of the header
 _ALIGN = 64
-_BUFFERS = ("scales", "half_scales", "zeros", "code_sums", "book", "bias", "gather")  # of a weight, any of which may be None
+_BUFFERS = ("scales", "half_scales", "zeros", "code_sums", "pair_sums", "book", "bias", "gather")  # of a weight, any of which may be None
 _Buffers = dict[tuple[int, int], tuple[int, Buffer]]  # where each lies and its size: its place in the file, and the buffer
 
 

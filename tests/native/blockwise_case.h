@@ -30,6 +30,7 @@ struct BlockwiseCase {
     std::vector<uint8_t> zeros;
     std::vector<uint16_t> half_scales;
     std::vector<int16_t> code_sums;
+    std::vector<int32_t> pair_sums;
 
     explicit BlockwiseCase(unsigned seed) : random(seed) {
         constexpr int64_t lengths[] = {64, 64, 64, 64, 128, 128, 32, 96, 72, 192, 8, 16, 24, 40, 48, 120};
@@ -57,8 +58,9 @@ struct BlockwiseCase {
     void make_codes() {
         codes = room(w.tiles() * tile_bytes(w));
         auto *bytes = static_cast<uint8_t *>(codes.get());
-        const int64_t kind = below(12);  // of one in six all codes are the least, or the largest
-        for (int64_t i = 0; i < w.tiles() * tile_bytes(w); ++i) bytes[i] = kind < 2 ? static_cast<uint8_t>(-kind) : static_cast<uint8_t>(random());
+        constexpr uint8_t extremes[] = {0, 255, 15, 240};  // of one in four, all codes of 4 bits are the least, the largest, or either by halves of a chunk
+        const int64_t kind = below(16);
+        for (int64_t i = 0; i < w.tiles() * tile_bytes(w); ++i) bytes[i] = kind < 4 ? extremes[kind] : static_cast<uint8_t>(random());
         w.codes = bytes;
         if (!centered(w)) return;
         code_sums.assign(static_cast<size_t>(w.tiles() * tile_sums(w)), 0);
@@ -69,6 +71,20 @@ struct BlockwiseCase {
                 for (int64_t c = 0; c < kTile; ++c)
                     sums[(k / w.block_k * segments_of_block(w) + k % w.block_k / kCentered) * kTile + c] += static_cast<int16_t>(chunks_of(w, t)[k / 8 * 64 + c * 4 + k % 4] >> (k % 8 / 4 * 4) & 15);
         }
+        if (w.block_k % kCentered == 0 && below(8)) make_pair_sums();
+    }
+    void make_pair_sums() {
+        for (int64_t t = 0; t < w.tiles(); ++t)
+            for (int64_t s = 0; s < tile_sums(w) / kTile; ++s)
+                for (int64_t c = 0; c < kTile; ++c) {
+                    int too_much = 0;
+                    for (int64_t i = 0; i < kCentered / 2; ++i) {
+                        const int both = chunks_of(w, t)[(s * kCentered / 8 + i / 4) * 64 + c * 4 + i % 4], first = both & 15, second = both >> 4;
+                        too_much += kFirstMore * first - kSecondLess * second + (plain_chunk(static_cast<int>(t % 2), i / 4) ? 0 : first * second);
+                    }
+                    pair_sums.push_back((kPairsMiddle - too_much) * 65536 + code_sums_of(w, t)[s * kTile + c]);
+                }
+        w.pair_sums = pair_sums.data();
     }
     void make_scales() {
         const int64_t most = w.format == Format::INT8 ? 256 : 16, count = w.tiles() * w.blocks * kTile;

@@ -22,7 +22,7 @@ std::vector<float> product(const BlockwiseFunctions &f, const Weight &w, const s
     std::vector<int32_t> offsets(whole * segments * 2);
     std::vector<CenteredSegment> centered(whole * segments);
     std::vector<PairedSegment> pairs(whole * segments);
-    const RoundedBlocks rounded{codes.data(), scales.data(), sums.data(), group_scales.data(), offsets.data(), centered.data(), pairs.data()};
+    const RoundedBlocks rounded{codes.data(), scales.data(), sums.data(), group_scales.data(), offsets.data(), centered.data(), pairs.data(), rows};
     f.round_rows(w, x.data(), w.inputs(), rounded, 0, rows, 0, cuts.segment);
     f.round_rows(w, x.data() + first_input(w, cuts.segment), w.inputs(), rounded, 0, rows, cuts.segment, w.blocks * segments_of_block(w));
     const int64_t size = f.scratch_bytes ? f.scratch_bytes(w) : 0;

@@ -87,7 +87,7 @@ def test_kernels_are_timed_on_weights_that_exceed_the_cache(monkeypatch: pytest.
     assert all(r["cold_bytes"] >= 1 << 20 and r["read_bytes_per_second"] > 0 for r in rows)
     for weight, copies in seen:
         assert sum(c.nbytes for c in copies) >= 1 << 20
-        for name in ("codes", "scales", "half_scales", "zeros", "code_sums"):
+        for name in ("codes", "scales", "half_scales", "zeros", "code_sums", "pair_sums"):
             wanted = getattr(weight, name)
             assert all(getattr(c, name) is None if wanted is None else np.array_equal(getattr(c, name), wanted) for c in copies)
             assert wanted is None or len({getattr(c, name).ctypes.data for c in copies}) == len(copies)

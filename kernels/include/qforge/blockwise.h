@@ -69,9 +69,16 @@ struct CenteredSegment {
     int32_t middle;      // in the lower 16 bits; 1 in the upper ones
 };
 
-struct PairedSegment {  // of products by pairs (blockwise_avx512_pairs.cpp)
+// Products by pairs (blockwise_avx512_pairs.cpp)
+constexpr int kFirstMore = 120, kSecondLess = 8;  // what is added to the codes of a chunk's first half and taken from those of its second
+constexpr int kPairsMiddle = 28140;               // of what a column's pairs have too much, from -3,840 to 60,120
+
+// Whether a chunk of a segment in even or odd tiles is multiplied plainly: far from a segment's ends, which have multiplications enough
+constexpr bool plain_chunk(int odd, int64_t chunk) { return odd ? chunk == 3 || chunk == 5 : chunk == 1 || chunk == 6; }
+
+struct PairedSegment {
     float scale, magic;
-    int32_t middle, starts[2];  // what sums start with in even and in odd tiles of a strip
+    int32_t middle, starts[2];  // what sums start with in even and in odd tiles
 };
 
 // Narrow sums: of a segment around a middle in 16 bits (AVX2), each of two of every four inputs, so of 32 at most. They start with -8 times the sum of these inputs' codes (`starts`: of the first two inputs in the lower 16 bits, of the others above) and
@@ -88,6 +95,7 @@ struct RoundedBlocks {  // codes, sums, group_scales and centered can be read up
     int32_t *offsets;           // [rows][blocks][segments_of_block][limbs]: - zero * sum of those bytes, where there is one zero point, of segments that have no middle
     CenteredSegment *centered;  // [rows][blocks][segments_of_block], of those that have one
     PairedSegment *pairs;       // [rows][blocks][segments_of_block], once more
+    int64_t rows;               // of the whole product
 };
 
 // Segments that are rounded one after the other, `count` of them from one of a row on: those after it in the row, or the same ones of the rows after it

@@ -142,7 +142,7 @@ def test_torch_accepts_the_native_operation(kernel: NativeKernel | NativeInt8 | 
     assert t.scales is not None
     assert ((t.code_sums is not None), (t.scales.dtype == torch.float16)) == (isinstance(kernel, NativeRounded),) * 2
     sizes = (t.format, t.out_features, t.in_features, t.blocks, t.block_k, t.run, packed.weight.activations)
-    given = (torch.randn(3, 96), t.codes, t.scales, t.zeros, t.book, t.code_sums, packed.bias, *sizes, scale, 1, None)
+    given = (torch.randn(3, 96), t.codes, t.scales, t.zeros, t.book, t.code_sums, t.pair_sums, packed.bias, *sizes, scale, 1, None)
     assert set(torch.library.opcheck(OPS.native_linear.default, given).values()) == {"SUCCESS"}
 
 

@@ -260,6 +260,8 @@ def test_a_weight_says_what_one_row_reads_and_refuses_what_no_kernel_takes() -> 
         replace(rounded, activations="F32").view()
     with pytest.raises(ValueError, match="need the sums of the weight's codes"):
         replace(rounded, code_sums=None).view()
+    with pytest.raises(ValueError, match="sums of pairs are for whole segments"):
+        replace(NativeRounded(16).prepack(q["int4-g64-sym"]).weight, pair_sums=rounded.code_sums).view()
 
 
 def test_packed_weights_outlive_the_region_that_others_lie_in() -> None:

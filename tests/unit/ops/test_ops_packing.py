@@ -55,6 +55,30 @@ def test_sums_of_a_tile_s_codes_are_those_of_segments(text: str, inputs: int, en
     assert torch.equal(embed(tiles, tokens), numerics.dequantize(q)[tokens])
 
 
+@pytest.mark.parametrize("text", ["int4-g64-asym", "int4-g128-sym"])
+def test_sums_of_pairs_are_what_such_products_have_too_much(text: str) -> None:
+    """Any activations' codes: with what is kept of them, products by pairs less what depends on the row alone and on the column alone are the plain ones."""
+    q = _quantized(text, 40, 256)
+    tiles = for_rounded(pack_quantized(q), 8, by_pairs=True)
+    assert tiles.pair_sums is not None
+    assert tiles.code_sums is not None
+    assert torch.equal((tiles.pair_sums << 16) >> 16, tiles.code_sums.int())
+    column = 28140 - (tiles.pair_sums >> 16)  # what a column has too much
+    w = tiles.codes.view(3, 4, 8, 16, 4).long()
+    x = torch.randint(-120, 121, (4, 8, 2, 4), generator=torch.Generator().manual_seed(0))  # segments, chunks, halves
+    x1, x2 = x[:, :, :1] + 120, x[:, :, 1:] - 8
+    w1, w2 = w & 15, w >> 4
+    for tile, plain in enumerate([(1, 6), (3, 5), (1, 6)]):
+        paired = torch.tensor([i not in plain for i in range(8)]).view(1, 8, 1, 1)
+        kept = torch.where(paired, (x1 + w2[tile]) * (x2 + w1[tile]) - x1 * x2, x1 * w1[tile] + x2 * w2[tile]).sum((1, 3))
+        assert torch.equal(kept - column[tile], (x[:, :, :1] * w1[tile] + x[:, :, 1:] * w2[tile]).sum((1, 3)))
+        assert (x1 + w2[tile]).max() <= 255
+        assert (x2 + w1[tile]).abs().max() <= 128
+    assert for_rounded(pack_quantized(q), 8).pair_sums is None
+    assert for_rounded(pack_quantized(_quantized("int4-g96-sym", 16, 192)), 8, by_pairs=True).pair_sums is None  # not of whole segments
+    assert for_rounded(pack_quantized(q), 16, by_pairs=True).pair_sums is None
+
+
 @pytest.mark.parametrize("text", ["int4-g64-sym", "int8-g32-asym"])
 def test_scales_are_halves_where_all_are_exact_in_fp16(text: str) -> None:
     q = _quantized(text, 20, 128)

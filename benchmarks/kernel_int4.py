@@ -42,8 +42,8 @@ ROUNDS = 15
 def kernels() -> Iterator[tuple[str, str, NativeRounded | NativeBf16 | NativeKernel]]:
     """Ours: name, instruction set, what packs for it."""
     for isa in instruction_sets()[:-1]:
-        yield f"int8 activations, {isa}", isa, NativeRounded(8)
-        yield f"int16 activations, {isa}", isa, NativeRounded(16)
+        yield f"int8 activations, {isa}", isa, NativeRounded(8, None, isa)
+        yield f"int16 activations, {isa}", isa, NativeRounded(16, None, isa)
         if isa == "amx":
             yield f"both sides in bf16, {isa}", isa, NativeBf16()
     for isa in ("avx512-vnni", "avx2"):
@@ -60,14 +60,15 @@ def measure(size: int, threads: int, library: str | None) -> list[dict[str, Any]
     cold = far_bytes(LEAST_COLD)
     copies = max(2, -(-cold // codes))
     calls: dict[tuple[str, int], tuple[Callable[[], None], int]] = {}
-    layouts: dict[str, list[NativeWeight]] = {}  # one for all instruction sets
+    layouts: dict[tuple[str, bool], list[NativeWeight]] = {}  # one for all instruction sets, but for products by pairs
     read_bytes: dict[str, int] = {}  # of a weight, by one row
     for name, isa, kernel in kernels():
         runner = context(threads, isa)
-        if kernel.name not in layouts:
-            layouts[kernel.name] = _copies(kernel.prepack(q).weight, copies)
-        read_bytes[name] = layouts[kernel.name][0].nbytes
-        views = [w.view() for w in layouts[kernel.name]]
+        packing = (kernel.name, kernel.code == "avx512-vnni-pairs")
+        if packing not in layouts:
+            layouts[packing] = _copies(kernel.prepack(q).weight, copies)
+        read_bytes[name] = layouts[packing][0].nbytes
+        views = [w.view() for w in layouts[packing]]
         for rows in ROWS:
             x, y = torch.randn(rows, size), torch.empty(rows, size)
             some = views if rows <= 8 else views[:2]

@@ -6,7 +6,7 @@
 // Of a chunk, x1 and w1 are of an input of the first half, x2 and w2 of the second; kept are x1 + kFirstMore, without sign, and x2 - kSecondLess, with one. What that adds depends on the row or on the column alone as well:
 //   x1 w1 + x2 w2 = (x1' + w2) (x2' + w1) - x1' x2' - (w1 w2 + kFirstMore w1 - kSecondLess w2), and plainly x1' w1 + x2' w2 - (kFirstMore w1 - kSecondLess w2)
 // The column's share is packed with its weights (Weight::pair_sums), the row's is taken from what its sums start with.
-// Weights without pair_sums and products of fewer rows go through the other AVX-512 kernels. Sums are exact, so bits are equal.
+// Weights without pair_sums and products of up to four rows, which wait for memory, go through the other AVX-512 kernels. Sums are exact, so bits are equal.
 #include "qforge/blockwise.h"
 #include "vnni_512.inl"
 
@@ -16,8 +16,8 @@
 namespace qforge {
 namespace {
 
-constexpr int64_t kLeastPaired = 5;                   // rows of a product
-constexpr int64_t kLeastOfPanel = 25, kMostRows = 256;  // rows of a task that share weights that were unpacked first; at most
+constexpr int64_t kLeastPaired = 5;                    // rows of a product
+constexpr int64_t kLeastOfPanel = 25, kMostRows = 256;  // rows of a task: from so many on weights are unpacked first; at most
 
 constexpr __mmask16 paired_lanes(int odd) {
     __mmask16 lanes = 0;
@@ -45,7 +45,7 @@ void unpack(const uint8_t *chunk, const int32_t *pair_sums, int64_t segments, Un
 }
 
 // Panel: weights were unpacked, and their scales made floats. One: a block is a segment, so that there are no parts, and registers hold the sums and most totals of 6 x 2. Else parts begin as 0: with a first segment in code of its own,
-// which needs no addition, a Zen 5 takes 94 instead of 78 cycles for 4 rows x 2 tiles x 64 inputs (blocks of 128).
+// which needs no addition, a Zen 5 takes 94 instead of 78 cycles for 4 rows x 2 tiles x 64 inputs (blocks of 128); 5 and 6 rows are faster at once than as 3 and 2 or 3 where weights are unpacked for each group, not from a panel (a Zen 4).
 template <bool Z, bool One, bool Panel>
 struct PairedProduct {
     static constexpr int kLimbs = 1, kMost = One || !Panel ? 6 : 4;
@@ -82,8 +82,9 @@ struct PairedProduct {
         const int8_t *x = p.rounded.codes + row * inputs;
         const PairedSegment *n = p.rounded.pairs + row * segments;
         const float *row_sum = p.rounded.sums + row * w.blocks;
-        const uint8_t *from = Panel ? panels[(tile - first_tile) * segments].codes[0][0] : chunks_of(w, tile);
-        const int32_t *pair_sums = Panel ? panels[(tile - first_tile) * segments].pair_sums : w.pair_sums + tile * segments * kTile;
+        const Unpacked *panel = panels + (tile - first_tile) * segments;
+        const uint8_t *from = Panel ? reinterpret_cast<const uint8_t *>(panel) : chunks_of(w, tile);
+        const int32_t *pair_sums = Panel ? panel->pair_sums : w.pair_sums + tile * segments * kTile;
         const float *made = Panel ? scales + (tile - first_tile) * w.blocks * kTile : nullptr;
         V::Floats total[R][T];
 #pragma GCC unroll 6

@@ -190,6 +190,7 @@ RoundedBlocks Context::BlocksRoom::of(const Weight &weight, int64_t rows) {
         if (static_cast<int64_t>(vector.size()) < size) vector.resize(static_cast<size_t>(size));
     };
     const int64_t segments = weight.blocks * segments_of_block(weight), whole = (rows + 15) / 16 * 16;  // rows that tiles of 16 read
+    rows_ = rows;
     grow(codes_, whole * weight.inputs() * (centered(weight) ? 1 : 2));  // AVX2 keeps words also of codes of one byte
     grow(group_scales_, whole * segments);
     grow(sums_, whole * weight.blocks);
@@ -272,7 +273,10 @@ bool Context::rounds(const Attention &a, const Weight &next) const {
 
 void Context::linear_rounded(const Weight &weight, int64_t rows, float *y, int64_t y_stride) {
     const auto held = turn();
-    if (blockwise(weight)) return product_blockwise(weight, blocks_[0].of(weight, rows), rows, y, y_stride);
+    if (blockwise(weight)) {
+        if (blocks_[0].rows() != rows) throw std::invalid_argument("attention has rounded another number of rows");  // which may decide how codes are kept
+        return product_blockwise(weight, blocks_[0].of(weight, rows), rows, y, y_stride);
+    }
     product_bf16(weight, bf16_rows_[0].of(weight, rows), rows, y, y_stride, nullptr);
 }
 

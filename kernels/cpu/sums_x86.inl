@@ -95,7 +95,7 @@ inline Ahead next_tiles(const Weight &w, const uint8_t *from, int64_t bytes, con
     return between(s.tile_end * bytes, (s.tile_end + tiles) * bytes, tiles * bytes / (calls * w.blocks));
 }
 
-// A weight's codes, scales and sums of codes
+// A weight's codes, scales and sums
 struct WeightAhead {
     Ahead codes{}, scales{}, sums{};
 

@@ -33,8 +33,8 @@ struct BlockwiseCase {
     std::vector<int32_t> pair_sums;
 
     explicit BlockwiseCase(unsigned seed) : random(seed) {
-        constexpr int64_t lengths[] = {64, 64, 64, 64, 128, 128, 32, 96, 72, 192, 8, 16, 24, 40, 48, 120};
-        w = {below(3) ? Format::INT4 : Format::INT8, 1 + below(80), 1 + below(7), lengths[below(16)], 1, nullptr, nullptr, nullptr, nullptr, nullptr, below(3) ? Activations::INT8 : Activations::INT16};
+        constexpr int64_t lengths[] = {64, 64, 64, 64, 64, 128, 128, 128, 192, 32, 96, 72, 8, 24, 40, 120};
+        w = {below(4) ? Format::INT4 : Format::INT8, 1 + below(80), 1 + below(7), lengths[below(16)], 1, nullptr, nullptr, nullptr, nullptr, nullptr, below(3) ? Activations::INT8 : Activations::INT16};
         rows = 1 + (below(4) ? below(100) : below(6));  // of few, sums of codes are made
         make_codes();
         make_scales();

@@ -39,7 +39,8 @@ bool same(unsigned seed) {
     BlockwiseCase c(seed);
     const Weight &w = c.w;
     const int64_t unit = w.zero < 0 || w.block_k % segment_inputs(w) ? segments_of_block(w) : 1, segments = w.blocks * segments_of_block(w);  // where rounding may begin
-    const Cuts cuts{c.below(segments / unit) * unit, std::min(c.rows, c.below(5) * 16), c.below(w.tiles() / 2 + 1) * 2};  // tasks begin at whole groups of 16 rows
+    const int64_t row = CHECKED.tile_rows == 16 || c.below(2) ? c.below(5) * 16 : c.below(c.rows);  // where a task begins: with AMX whole groups of 16 rows, else anywhere
+    const Cuts cuts{c.below(segments / unit) * unit, std::min(c.rows, row), c.below(w.tiles() / 2 + 1) * 2};
     return c.same(seed, product(blockwise_portable, w, c.x, c.rows, {0, c.rows, w.tiles()}), product(CHECKED, w, c.x, c.rows, cuts));
 }
 

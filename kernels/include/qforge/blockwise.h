@@ -71,7 +71,7 @@ struct CenteredSegment {
 
 // Products by pairs (blockwise_avx512_pairs.cpp)
 constexpr int kFirstMore = 120, kSecondLess = 8;  // what is added to the codes of a chunk's first half and taken from those of its second
-constexpr int kPairsMiddle = 28140;               // of what a column's pairs have too much, from -3,840 to 60,120
+constexpr int kPairsMiddle = 28140;               // of what a column's chunks have too much in all, from -3,840 to 60,120
 
 // Whether a chunk of a segment in even or odd tiles is multiplied plainly: far from a segment's ends, which have multiplications enough
 constexpr bool plain_chunk(int odd, int64_t chunk) { return odd ? chunk == 3 || chunk == 5 : chunk == 1 || chunk == 6; }
@@ -88,14 +88,14 @@ constexpr int32_t kNarrowLess = 8, kNarrowSum = kNarrowLess * static_cast<int32_
 inline bool narrow_without_offset(const Weight &w) { return w.zero == kNarrowLess && w.block_k % kCentered == 0; }  // offsets are 0
 
 struct RoundedBlocks {  // codes, sums, group_scales and centered can be read up to whole groups of 16 rows, where a task begins
-    int8_t *codes;              // [rows][limbs][inputs()], the high byte first; with AVX2, where there is no middle, int16 [rows][inputs()] (words_256.inl)
+    int8_t *codes;              // [rows][limbs][inputs()], the high byte first; with AVX2, where there is no middle, int16 [rows][inputs()] (words_256.inl); for products by pairs changed by kFirstMore and kSecondLess
     float *scales;              // [rows][blocks][segments_of_block], of segments that have no middle
     float *sums;                // [rows][blocks], where zero points differ
     float *group_scales;        // [(rows + 15) / 16][blocks][segments_of_block][16]: scales once more, for tiles of 16 rows
     int32_t *offsets;           // [rows][blocks][segments_of_block][limbs]: - zero * sum of those bytes, where there is one zero point, of segments that have no middle
     CenteredSegment *centered;  // [rows][blocks][segments_of_block], of those that have one
     PairedSegment *pairs;       // [rows][blocks][segments_of_block], once more
-    int64_t rows;               // of the whole product
+    int64_t rows;               // of the whole product: of so many, codes may be kept for products by pairs
 };
 
 // Segments that are rounded one after the other, `count` of them from one of a row on: those after it in the row, or the same ones of the rows after it
@@ -127,7 +127,7 @@ struct BlockwiseFunctions {
     void (*piece)(const BlockwisePiece &piece, void *scratch);  // scratch: scratch_bytes(weight) bytes, 64-byte aligned, the thread's own
     int64_t tile_rows, most_rows;                               // rows that a task should have, or a multiple, up to so many
     int64_t (*scratch_bytes)(const Weight &weight);             // null: none
-    bool in_registers;                                          // whether weights are unpacked for each few rows anew where rows are as few as half of a step of 32, so that tasks may as well share them
+    bool in_registers;                                          // whether tasks may as well have half of the rows of a step of 32, since weights are unpacked for each few rows anew (pairs: 16 and 20 rows by halves take 3 % more)
 };
 
 extern const BlockwiseFunctions blockwise_portable;

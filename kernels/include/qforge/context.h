@@ -49,7 +49,7 @@ class Context {
     // the others' places is undefined, so not with `next`); null: all
     void attention(const Attention &attention, const int32_t *query_starts, int64_t sequences, const Weight *next = nullptr, const int64_t *wanted = nullptr, int64_t num_wanted = 0);
     bool rounds(const Attention &attention, const Weight &next) const;
-    void linear_rounded(const Weight &weight, int64_t rows, float *y, int64_t y_stride);
+    void linear_rounded(const Weight &weight, int64_t rows, float *y, int64_t y_stride);  // rows: as many as attention had; std::invalid_argument
     // Until that attention, or bring_nothing(), products of integers (but AMX's and those that unpack panels) bring the keys and values that it will read, each thread those of the
     // tasks that it begins with where all rows are wanted; `products`: so many of their multiplications are to come.
     void bring(const Attention &attention, const int32_t *query_starts, int64_t sequences, int64_t products);
@@ -142,8 +142,10 @@ class Context {
     class BlocksRoom {
       public:
         RoundedBlocks of(const Weight &weight, int64_t rows);
+        int64_t rows() const { return rows_; }  // asked for last
 
       private:
+        int64_t rows_ = 0;
         Numbers<int8_t> codes_;
         Numbers<float> scales_, group_scales_, sums_;
         Numbers<int32_t> offsets_;

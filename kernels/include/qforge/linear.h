@@ -29,7 +29,7 @@ enum class Activations : int { F32 = 0, INT8 = 1, INT16 = 2, BF16 = 3 };
 constexpr int kTile = 16;       // columns of a tile
 constexpr int kRowChunk = 96;   // rows of one task where there are many
 constexpr int kWideTiles = 4;   // tiles of one strip, and of one task where there are many rows
-constexpr int kFewRows = 4;     // up to here weights are read as one stream (and unpacked in registers by products that have panels for more)
+constexpr int kFewRows = 4;     // up to here weights are read as one stream (and unpacked in registers by products that have panels for more, but for those by pairs)
 
 constexpr int chunk_bytes(Format f) {
     switch (f) {
@@ -59,8 +59,8 @@ struct Weight {
     int zero = -1;  // the zero point that all blocks of all columns have; -1 where they differ, or are not looked at
     const uint16_t *half_scales = nullptr;  // [tiles][blocks][16] fp16; for activations that are rounded (blockwise.h), where all scales are exact in it
     const int16_t *code_sums = nullptr;     // [tiles][segments of a row][16], where activations are rounded around a middle (blockwise.h)
-    // The same beside what products by pairs have too much (blockwise_avx512_pairs.cpp), or null: in the lower 16 bits the sum of codes; in the upper ones kPairsMiddle - sum over inputs of (kFirstMore w1 - kSecondLess w2, and w1 w2 but
-    // in plain chunks), w1 and w2: codes of a chunk's first and second half at one place
+    // The same beside what products by pairs have too much (blockwise_avx512_pairs.cpp), or null: in the lower 16 bits the sum of codes; in the upper ones kPairsMiddle - the sum over pairs of inputs of kFirstMore w1 - kSecondLess w2
+    // (and w1 w2, except in plain chunks), w1 and w2: codes at one place of a chunk's first and second half
     const int32_t *pair_sums = nullptr;
 
     int64_t tiles() const { return (columns + kTile - 1) / kTile; }

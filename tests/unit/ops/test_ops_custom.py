@@ -110,17 +110,17 @@ def test_a_compiled_linear_is_one_graph_and_right(text: str) -> None:
     [
         (NativeKernel(1), "int4-g32-asym", False), (NativeKernel(1), "int4-g32-asym", True), (NativeKernel(1), "nf4-g32", False),
         (NativeKernel(1), "int8-channel-sym+int8-g32", False), (NativeInt8(1), "int8-channel-sym+int8-token", False),
-        (NativeRounded(8, 1), "int4-g32-sym", False), (NativeRounded(16, 1), "int4-g32-sym", True),
+        (NativeRounded(8, 1), "int4-g32-sym", False), (NativeRounded(8, 1), "int4-g64-sym", False), (NativeRounded(16, 1), "int4-g32-sym", True),
         (NativeBf16(1, "portable"), "int4-g32-asym", True), (NativeBf16(1, "portable"), "nf4-g32", False),
     ],
 )  # fmt: skip
 def test_a_compiled_native_product_has_the_same_bits(kernel: NativeKernel | NativeInt8 | NativeRounded | NativeBf16, text: str, shuffled: bool) -> None:
-    q = quantized(text, (37, 96), bias=True, shuffled=shuffled)
-    assert kernel.supports(q.scheme, (37, 96), "cpu") is None
+    q = quantized(text, (37, 192), bias=True, shuffled=shuffled)
+    assert kernel.supports(q.scheme, (37, 192), "cpu") is None
     packed = kernel.prepack(q)
     compiled = torch.compile(lambda x: kernel.run(x, packed) * 2, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (1, 5):
-        x = torch.randn(rows, 96)
+        x = torch.randn(rows, 192)
         assert torch.equal(compiled(x), kernel.run(x, packed) * 2)
 
 
@@ -134,15 +134,21 @@ def test_a_compiled_dense_product_has_the_same_bits() -> None:
 @pytest.mark.skipif(missing() is not None, reason="no native module")
 @pytest.mark.parametrize(
     ("kernel", "text", "scale"),
-    [(NativeKernel(1), "int4-g32-asym", None), (NativeInt8(1), "int8-channel-sym+int8-token", 0.0), (NativeRounded(8, 1), "int4-g32-sym", None)],
+    [
+        (NativeKernel(1), "int4-g32-asym", None),
+        (NativeInt8(1), "int8-channel-sym+int8-token", 0.0),
+        (NativeRounded(8, 1), "int4-g32-sym", None),
+        (NativeRounded(8, 1), "int4-g64-sym", None),
+    ],
 )
 def test_torch_accepts_the_native_operation(kernel: NativeKernel | NativeInt8 | NativeRounded, text: str, scale: float | None) -> None:
-    packed = kernel.prepack(quantized(text, (37, 96), bias=True))
+    packed = kernel.prepack(quantized(text, (37, 192), bias=True))
     t = packed.tiles
     assert t.scales is not None
     assert ((t.code_sums is not None), (t.scales.dtype == torch.float16)) == (isinstance(kernel, NativeRounded),) * 2
+    assert (t.pair_sums is not None) == (kernel.code == "avx512-vnni-pairs" and text == "int4-g64-sym")
     sizes = (t.format, t.out_features, t.in_features, t.blocks, t.block_k, t.run, packed.weight.activations)
-    given = (torch.randn(3, 96), t.codes, t.scales, t.zeros, t.book, t.code_sums, t.pair_sums, packed.bias, *sizes, scale, 1, None)
+    given = (torch.randn(3, 192), t.codes, t.scales, t.zeros, t.book, t.code_sums, t.pair_sums, packed.bias, *sizes, scale, 1, None)
     assert set(torch.library.opcheck(OPS.native_linear.default, given).values()) == {"SUCCESS"}
 
 

@@ -96,6 +96,8 @@ def test_attention_rounds_for_the_product_after_it(isa: str, bits: int, queries:
     out = ops.attention(_inputs(rows, 10 * wide), a, cache, rope, batch, after.view)
     context(2, isa).linear_rounded(after.view, rows, y.data_ptr(), 50)
     assert torch.equal(y, _run(isa, bits, q, out))
+    with pytest.raises(ValueError, match="another number of rows"):
+        context(2, isa).linear_rounded(after.view, rows + 1, y.data_ptr(), 50)
     others = [_quantized("int4-g64-sym", 50, 64)]
     if wide == 64:
         others.append(_quantized("int4-g128-asym", 50, 384))  # a block and a half to each head of keys

@@ -172,11 +172,12 @@ def test_segments_around_a_middle_have_no_numbers_from_2_to_the_110_on(isa: str,
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize(("scheme", "code"), [("int4-g32-asym", 15), ("int4-g64-asym", 15), ("int4-g128-asym", 15), ("int8-g128-asym", 255)])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_segments_of_the_largest_codes_do_not_overflow(isa: str, bits: int, scheme: str, code: int, sign: int) -> None:
+@pytest.mark.parametrize("rows", [20, 30])  # enough for products by pairs, without panels and with them
+def test_segments_of_the_largest_codes_do_not_overflow(isa: str, bits: int, scheme: str, code: int, sign: int, rows: int) -> None:
     """Values just below a whole high byte have the low byte -128 as well as the largest high byte. Codes are the largest around a middle 32 half widths from 0."""
     groups = 128 // parse(scheme).granularity.columns
     q = QuantizedLinear(parse(scheme), torch.full((20, 128), code, dtype=torch.uint8), torch.ones(20, groups), torch.zeros(20, groups, dtype=torch.uint8))
-    x = torch.full((20, 128), sign * (1 - 128 / 32512))  # rows enough for products by pairs
+    x = torch.full((rows, 128), sign * (1 - 128 / 32512))
     x[:, ::32] = sign
     kernel = NativeRounded(bits, 2, isa)
     rounded = x if bits == 16 else _rounded(x, bits, scheme, 128 // groups) if scheme.startswith("int4") else x.mul(127).round() / 127  # ties of fp32
@@ -188,7 +189,7 @@ def test_segments_of_the_largest_codes_do_not_overflow(isa: str, bits: int, sche
 @pytest.mark.parametrize("columns", ["int4-g64-asym", "int4-g128-asym"])
 @pytest.mark.parametrize("first", [0, 15])
 @pytest.mark.parametrize("second", [0, 15])
-@pytest.mark.parametrize("rows", [3, 16, 21])
+@pytest.mark.parametrize("rows", [3, 5, 21, 30])
 def test_sums_of_the_outermost_codes_fit_a_byte(isa: str, columns: str, first: int, second: int, rows: int) -> None:
     """Of each eight inputs, the first four and the others have the largest or the smallest code, of activations (120, -120) as of weights; scales are 1, so that sums are exact."""
     half = torch.arange(256) // 4 % 2
@@ -260,8 +261,10 @@ def test_a_weight_says_what_one_row_reads_and_refuses_what_no_kernel_takes() -> 
         replace(rounded, activations="F32").view()
     with pytest.raises(ValueError, match="need the sums of the weight's codes"):
         replace(rounded, code_sums=None).view()
-    with pytest.raises(ValueError, match="sums of pairs are for whole segments"):
-        replace(NativeRounded(16).prepack(q["int4-g64-sym"]).weight, pair_sums=rounded.code_sums).view()
+    for kernel, text in ((NativeRounded(16), "int4-g64-sym"), (NativeRounded(8), "int4-g32-sym")):
+        weight_of = kernel.prepack(numerics.quantize(weight, parse(text), *numerics.minmax_parameters(weight, parse(text)))).weight
+        with pytest.raises(ValueError, match="sums of pairs are for whole segments"):
+            replace(weight_of, pair_sums=rounded.codes).view()
 
 
 def test_packed_weights_outlive_the_region_that_others_lie_in() -> None:

@@ -72,8 +72,15 @@ def test_sums_of_pairs_are_what_such_products_have_too_much(text: str) -> None:
         paired = torch.tensor([i not in plain for i in range(8)]).view(1, 8, 1, 1)
         kept = torch.where(paired, (x1 + w2[tile]) * (x2 + w1[tile]) - x1 * x2, x1 * w1[tile] + x2 * w2[tile]).sum((1, 3))
         assert torch.equal(kept - column[tile], (x[:, :, :1] * w1[tile] + x[:, :, 1:] * w2[tile]).sum((1, 3)))
-        assert (x1 + w2[tile]).max() <= 255
-        assert (x2 + w1[tile]).abs().max() <= 128
+    for first, second, plain_first in ((0, 15, 0), (15, 15, 15), (15, 0, 15)):  # the least and the most
+        codes = torch.tensor([first] * 4 + [second] * 4, dtype=torch.uint8).repeat(16, 8)
+        codes[:, 8:16], codes[:, 48:56] = (torch.tensor([plain_first] * 4 + [0 if first else 15] * 4, dtype=torch.uint8) for _ in range(2))
+        outermost = for_rounded(pack_quantized(QuantizedLinear(parse("int4-g64-asym"), codes, torch.ones(16, 1), torch.zeros(16, 1, dtype=torch.uint8))), 8, by_pairs=True)
+        assert outermost.pair_sums is not None
+        assert torch.equal((outermost.pair_sums << 16) >> 16, outermost.code_sums.int())
+        w1, w2 = outermost.codes.view(1, 1, 8, 16, 4).long() & 15, outermost.codes.view(1, 1, 8, 16, 4).long() >> 4
+        too_much = 120 * w1 - 8 * w2 + w1 * w2 * torch.tensor([i not in (1, 6) for i in range(8)]).view(8, 1, 1)
+        assert torch.equal((28140 - (outermost.pair_sums >> 16)).long(), too_much.sum((2, 4)))
     assert for_rounded(pack_quantized(q), 8).pair_sums is None
     assert for_rounded(pack_quantized(_quantized("int4-g96-sym", 16, 192)), 8, by_pairs=True).pair_sums is None  # not of whole segments
     assert for_rounded(pack_quantized(q), 16, by_pairs=True).pair_sums is None

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,6 +25,7 @@ from qforge import numerics
 from qforge.errors import DataError
 from qforge.export.hf import write_artifact
 from qforge.models.model import open_model
+from qforge.ops.native_weight import NativeWeight
 from qforge.qlinear import QuantizedLinear
 from qforge.runtime import LLM, SamplingParams, packed_cache, packed_file
 from qforge.runtime.packed_cache import entry
@@ -123,13 +124,18 @@ def test_kept_weights_give_the_same_bits_in_every_family(name: str, cache: Path)
 
 
 @pytest.mark.parametrize("activations", ACTIVATIONS)
-@pytest.mark.parametrize("scheme", ["int4-g32-asym", "int8-channel-sym", "int8-channel-sym+int8-token"])
+@pytest.mark.parametrize("scheme", ["int4-g32-asym", "int4-g64-sym", "int8-channel-sym", "int8-channel-sym+int8-token"])
 def test_kept_weights_of_every_kind_of_product_give_the_same_bits(scheme: str, activations: str, tmp_path: Path) -> None:
     model = quantized(tmp_path / "model", scheme)
     first, again = (LLM(str(model), activations=activations) for _ in range(2))
     assert isinstance(again.tokenizer, PlainTokenizer)
     window = prompts(1, 2, seed=3)[0] * 40
     assert torch.equal(*(torch.cat(list(llm.score([window]))) for llm in (first, again)))
+
+
+def test_every_array_of_a_weight_is_kept() -> None:
+    """Kernels do without some of them, at the cost of time: their bits would not tell."""
+    assert {"codes", *packed_file._BUFFERS} == {f.name for f in fields(NativeWeight) if str(f.type).startswith("Buffer")}
 
 
 def _cut(path: Path) -> None:

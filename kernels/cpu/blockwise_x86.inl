@@ -234,8 +234,10 @@ struct CenteredProduct {
             ++n;
         };
         const bool brings = ahead.left();
+        const CodesAhead<R> codes(w);
         for (int64_t b = 0; b < w.blocks; ++b) {
             if (brings) ahead.fetch(R * T * kTile * w.block_k);
+            codes.fetch(x, inputs, w.block_k);
             V::Floats part[R][T];
             V::put_away(total);
             if constexpr (One) {

@@ -84,6 +84,7 @@ def one_round(args: argparse.Namespace, ggufs: list[Path], folder: Path) -> Roun
     }  # fmt: skip
     has_api = subprocess.run([str(args.llama_python), "-c", "import llama_cpp"], capture_output=True, check=False).returncode == 0
     theirs: dict[str, Any] = {}
+    memory = [read_bandwidth(args.threads)]
     for gguf in ggufs:
         for threads in sorted({*(args.llama_threads or [1]), args.threads}, reverse=True):
             asked = request | {"gguf": str(gguf), "threads": threads}
@@ -93,7 +94,9 @@ def one_round(args: argparse.Namespace, ggufs: list[Path], folder: Path) -> Roun
             if importlib.util.find_spec("xllamacpp") is not None and (asked["mixed"] or (not has_api and request["repeats"])):
                 found = work(Path(sys.executable), "server.py", asked | {"repeats": 0 if has_api else request["repeats"]}, folder) | found
             theirs = best_of(theirs, found | {"from": {name: f"{weights_of(gguf)}, {threads} threads" for name in FIGURES if name in found}})
-    return {"ours": ours(request, folder), "llama.cpp": theirs}
+    memory.append(read_bandwidth(args.threads))
+    found_ours = ours(request, folder)
+    return {"ours": found_ours, "llama.cpp": theirs, "memory": {"read_bandwidths": [*memory, read_bandwidth(args.threads)]}}
 
 
 def ours(request: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -145,7 +148,16 @@ def page(content: dict[str, Any]) -> str:
         f"memory read at {where['read_bandwidth'] / 1e9:.1f} GB/s. {rounds_said(len(content['rounds']))}, both in turn.", "",
         "| | qforge | llama.cpp | ratio |", "|---|---|---|---|",
     ]  # fmt: skip
-    return "\n".join(head + [line for name in ROWS if (line := row(name, content["rounds"])) is not None])
+    return "\n".join(head + [line for name in ROWS if (line := row(name, content["rounds"])) is not None] + by_round(content["rounds"]))
+
+
+def by_round(rounds: list[Round]) -> list[str]:
+    """One sequence waits for memory, which is twice as fast where a host has its guest's cores on two chiplets, and moves them in between."""
+    found = [
+        f"{r['ours']['decode'] / r['llama.cpp']['decode']:.2f} ({', '.join(f'{b / 1e9:.0f}' for b in r['memory']['read_bandwidths'])})"
+        for r in rounds if "memory" in r and "decode" in r["ours"] and None not in r["memory"]["read_bandwidths"]
+    ]  # fmt: skip
+    return ["", f"Decode, round by round (GB/s of memory before theirs, between and after ours): {', '.join(found)}."] if found else []
 
 
 ROWS = {

@@ -189,7 +189,7 @@ def test_segments_of_the_largest_codes_do_not_overflow(isa: str, bits: int, sche
 @pytest.mark.parametrize("columns", ["int4-g64-asym", "int4-g128-asym"])
 @pytest.mark.parametrize("first", [0, 15])
 @pytest.mark.parametrize("second", [0, 15])
-@pytest.mark.parametrize("rows", [3, 5, 21, 30])
+@pytest.mark.parametrize("rows", [3, 5, 16, 21, 30])
 def test_sums_of_the_outermost_codes_fit_a_byte(isa: str, columns: str, first: int, second: int, rows: int) -> None:
     """Of each eight inputs, the first four and the others have the largest or the smallest code, of activations (120, -120) as of weights; scales are 1, so that sums are exact."""
     half = torch.arange(256) // 4 % 2

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
+import threading
 
 from qforge.errors import DataError
 from qforge.runtime.blocks import BlockPool
 from qforge.runtime.cache_turn import CacheTurn
 from qforge.runtime.detokenize import Detokenizer
 from qforge.runtime.prompt_lookup import PromptLookup
+from qforge.runtime.prompts import known
 from qforge.runtime.scheduler import Piece, Scheduler
 from qforge.runtime.sequence import Draw, FinishReason, SamplingParams, Sequence
 from qforge.runtime.step import Runner, build_step
@@ -18,7 +20,7 @@ _MANY_ROWS = 16  # from so many on a step waits for products, not for memory: a 
 
 
 class Engine:
-    """Requests in, finished sequences out.
+    """Requests in, finished sequences out. Threads may share one: a call waits for another's step.
 
     Args:
         end_ids: tokens that end every continuation (unless it ignores them).
@@ -48,41 +50,59 @@ class Engine:
         self._most_guesses, self._lookups = num_speculative_tokens, dict[int, PromptLookup]()
         self._next_id = 0
         self._turn = turn or CacheTurn()
+        self._lock = threading.RLock()
 
     def add(self, prompt: list[int], params: SamplingParams) -> Sequence:
         """Queue a request.
 
         Raises:
-            DataError: the prompt is empty, leaves no room in the model's context, or could never fit the cache.
+            DataError: the prompt is empty, has tokens that the model does not know, leaves no room in its context, or could never fit the cache.
             UnsupportedError: another user of the cache has requests.
         """
+        known(prompt, self._runner.spec.vocab_size)
         if not prompt:
             raise DataError("a prompt has no tokens; give at least one")
         if len(prompt) >= self._max_context:
             raise DataError(f"a prompt of {len(prompt)} tokens leaves no room in the model's context of {self._max_context}; shorten it to {self._max_context - 1} tokens or fewer")
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_ids)
-        sequence = Sequence(self._next_id, list(prompt), len(prompt), params, seed, min(len(prompt) + params.max_tokens, self._max_context), ends)
-        self._turn.take(self)
-        try:
-            self.scheduler.add(sequence)
-        finally:
-            self._end_turn()
-        self._next_id += 1
-        self._texts[sequence.id] = Detokenizer(self._tokenizer, prompt, params.stop)
+        text = Detokenizer(self._tokenizer, prompt, params.stop)
+        with self._lock:
+            sequence = Sequence(self._next_id, list(prompt), len(prompt), params, seed, min(len(prompt) + params.max_tokens, self._max_context), ends)
+            self._turn.take(self)
+            try:
+                self.scheduler.add(sequence)
+            finally:
+                self._end_turn()
+            self._next_id += 1
+            self._texts[sequence.id] = text
         return sequence
 
     def step(self) -> list[tuple[Sequence, int]]:
-        """One step; returns each sequence that got a token, and the token (one that got several comes several times). Empty when nothing is left to do."""
-        pieces = self.scheduler.schedule(self._guess if self._most_guesses else None)
-        if not pieces:
-            return []
-        ready = [p for p in pieces if p.wants_logits]
-        draws = [Draw(p.sequence.params, p.sequence.seed, position) for p in ready for position in range(p.stop, p.end + 1)]
-        found = iter(self._runner.choose(build_step(pieces, self._block_size), draws))
-        self.scheduler.advance(pieces)
-        accepted = [(p.sequence, token) for p in ready for token in self._accept(p, [next(found) for _ in range(p.stop, p.end + 1)])]
-        self._end_turn()
+        """One step; returns each sequence that got a token, and the token (one that got several comes several times). Empty when nothing is left to do.
+
+        Raises:
+            Exception: the tokenizer could not turn a request's tokens into text; that request is then cancelled, and the others have their tokens.
+        """
+        with self._lock:
+            pieces = self.scheduler.schedule(self._guess if self._most_guesses else None)
+            if not pieces:
+                return []
+            ready = [p for p in pieces if p.wants_logits]
+            draws = [Draw(p.sequence.params, p.sequence.seed, position) for p in ready for position in range(p.stop, p.end + 1)]
+            found = iter(self._runner.choose(build_step(pieces, self._block_size), draws))
+            self.scheduler.advance(pieces)
+            accepted: list[tuple[Sequence, int]] = []
+            failed: Exception | None = None
+            for piece in ready:
+                try:
+                    accepted += [(piece.sequence, token) for token in self._accept(piece, [next(found) for _ in range(piece.stop, piece.end + 1)])]
+                except Exception as e:
+                    failed = failed or e
+                    self._drop(piece.sequence)
+            self._end_turn()
+        if failed is not None:
+            raise failed
         return accepted
 
     def busy(self) -> bool:
@@ -91,19 +111,25 @@ class Engine:
 
     def cancel(self, sequence: Sequence) -> None:
         """Drop a request that waits or runs; one that has ended stays as it ended."""
-        if sequence.finish_reason is not None:
-            return
-        self.scheduler.cancel(sequence)
-        self._lookups.pop(sequence.id, None)
-        self._end_turn()
+        with self._lock:
+            if sequence.finish_reason is not None:
+                return
+            self._texts[sequence.id].finish()
+            self._drop(sequence)
+            self._end_turn()
 
     def text(self, sequence: Sequence) -> str:
         """Text of the continuation so far (complete once the sequence is finished)."""
-        return self._texts[sequence.id].text
+        with self._lock:
+            return self._texts[sequence.id].text
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept for the text of a request that has ended, cancelled ones included: whoever keeps an engine calls it for each."""
         self._texts.pop(sequence.id, None)
+
+    def _drop(self, sequence: Sequence) -> None:
+        self.scheduler.cancel(sequence)
+        self._lookups.pop(sequence.id, None)
 
     def _end_turn(self) -> None:
         if not self.busy():
@@ -119,6 +145,8 @@ class Engine:
     def _accept(self, piece: Piece, found: list[int]) -> list[int]:
         """Of the tokens found after a sequence's last one and after each guess, those up to the first that differs from the next guess."""
         sequence, draft = piece.sequence, piece.draft
+        if sequence.finish_reason is not None:
+            return []  # cancelled by a signal's handler, while it was computed
         right = next((i for i, token in enumerate(draft) if token != found[i]), len(draft))
         for count, token in enumerate(found[: right + 1], 1):
             sequence.tokens.append(token)

@@ -13,7 +13,7 @@ from qforge.runtime import sequence as seq
 from qforge.runtime.cache_turn import CacheTurn
 from qforge.runtime.engine import Engine
 from qforge.runtime.parallel import check_size, open_shared
-from qforge.runtime.prompts import Prompt, PromptReader
+from qforge.runtime.prompts import Prompt, PromptReader, known
 from qforge.runtime.running import How, check_device, limits, open_whole
 from qforge.runtime.scheduler import Piece
 from qforge.runtime.sequence import Output, SamplingParams
@@ -64,7 +64,15 @@ class LLM:
         max_num_seqs: int | None = None, max_step_tokens: int | None = None, kv_cache: str | None = None, device: str = "cpu", graphs: bool = True,
         num_speculative_tokens: int | None = None, tensor_parallel: int = 1,
     ) -> None:  # fmt: skip
-        _check(activations, threads, block_size, num_blocks, max_num_seqs, max_step_tokens)
+        _check(
+            activations,
+            block_size,
+            threads=threads,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_step_tokens=max_step_tokens,
+            num_speculative_tokens=num_speculative_tokens,
+        )
         check_device(device, activations, kv_cache)
         check_size(tensor_parallel, device)
         where = limits(device, block_size, num_blocks, max_num_seqs, max_step_tokens)
@@ -106,7 +114,10 @@ class LLM:
             prompts = [prompts]
         elif not isinstance(prompts, Sequence):
             raise DataError(f"prompts are {type(prompts).__name__}; give a list of prompts")
-        chosen = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        given = SamplingParams() if params is None else params
+        chosen = list(given) if isinstance(given, Sequence) else [given] * len(prompts)
+        if not all(isinstance(one, SamplingParams) for one in chosen):
+            raise DataError(f"sampling parameters are {params!r}; give a SamplingParams, or one for each prompt")
         if len(chosen) != len(prompts):
             raise DataError(f"{len(prompts)} prompts were given with {len(chosen)} sampling parameters; give one for all, or one for each")
         engine = self.engine()
@@ -150,7 +161,7 @@ class LLM:
             if blocks > self.num_blocks:
                 raise DataError(f"a window of {len(window)} tokens is longer than the cache of {self.num_blocks * self._block_size}; use a smaller window, or more num_blocks")
             params = SamplingParams(max_tokens=1)
-            sequence = seq.Sequence(0, self._prompts.known(list(window)), len(window), params, 0, len(window), frozenset(), block_table=list(range(blocks)))
+            sequence = seq.Sequence(0, known(list(window), self.runner.spec.vocab_size), len(window), params, 0, len(window), frozenset(), block_table=list(range(blocks)))
             self._turn.take(sequence, call=True)
             try:
                 for start, stop in chunks(len(window)):
@@ -173,18 +184,17 @@ def _guesses(asked: int | None, runner: Runner) -> int:
     return asked
 
 
-def _check(activations: str, threads: int | None, block_size: int, num_blocks: int | None, max_num_seqs: int | None, max_step_tokens: int | None) -> None:
+def _check(activations: str, block_size: int, **counts: int | None) -> None:
     if activations not in ACTIVATIONS:
         raise UnsupportedError(f"activations '{activations}' are not known; use one of {', '.join(ACTIVATIONS)}")
-    counts = {"threads": threads, "num_blocks": num_blocks, "max_num_seqs": max_num_seqs, "max_step_tokens": max_step_tokens}
     for name, value in {"block_size": block_size, **counts}.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise UnsupportedError(f"{name} is {value!r}; it must be a whole number")
     if block_size < LANES or block_size % LANES:
         raise UnsupportedError(f"a cache block of {block_size} tokens is not possible; use a multiple of {LANES}")
     for name, value in counts.items():
-        if value is not None and value < 1:
+        if value is not None and value < 1 and name != "num_speculative_tokens":
             raise UnsupportedError(f"{name} is {value}; it must be at least 1")
-    most = max(_MOST_THREADS, os.cpu_count() or 1)
+    threads, most = counts["threads"], max(_MOST_THREADS, os.cpu_count() or 1)
     if threads is not None and threads > most:
         raise UnsupportedError(f"threads is {threads}; at most {most} are started here, and more than this process has cores make every step slower")

@@ -41,15 +41,15 @@ class PromptReader:
         if isinstance(prompt, str):
             if not prompt:
                 raise DataError("it is empty; give at least one character (or a list with a token id)")
-            return prompt, self.known(list(self.tokenizer().encode(self._short(_whole(prompt)))))
+            return prompt, known(list(self.tokenizer().encode(self._short(_whole(prompt)))), self.vocab_size)
         items = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, bytes | Mapping) else [None]
         if not items:
             raise DataError("it is empty; give at least one token")
         if all(isinstance(i, Integral) and not isinstance(i, bool) for i in items):
-            return None, self.known([int(i) for i in items if isinstance(i, Integral)])
+            return None, known([int(i) for i in items if isinstance(i, Integral)], self.vocab_size)
         if all(isinstance(i, Mapping) and isinstance(i.get("role"), str) and isinstance(i.get("content"), str) for i in items):
             text = self._short(_whole(self._render(items)))
-            return text, self.known(list(self.tokenizer().encode(text, add_special_tokens=False)))
+            return text, known(list(self.tokenizer().encode(text, add_special_tokens=False)), self.vocab_size)
         raise DataError("it is neither a text, nor a list of token ids, nor a list of messages with role and content")
 
     def _short(self, text: str) -> str:
@@ -59,13 +59,6 @@ class PromptReader:
             raise DataError(f"it has {len(text):,} characters; the model's context of {self.max_context:,} tokens holds fewer than {most:,}")
         return text
 
-    def known(self, ids: list[int]) -> list[int]:
-        """Token ids; DataError where one is not in the vocabulary."""
-        wrong = next((t for t in ids if not 0 <= t < self.vocab_size), None)
-        if wrong is not None:
-            raise DataError(f"token {wrong} is not in the model's vocabulary of {self.vocab_size}")
-        return ids
-
     def _render(self, messages: list[Any]) -> str:
         if not self.tokenizer().chat_template:
             raise DataError(f"'{self.source}' has no chat template; give a text instead of messages")
@@ -73,6 +66,14 @@ class PromptReader:
             return apply_template(messages, self.tokenizer(), add_generation_prompt=True)
         except DataError as e:
             raise DataError(f"'{self.source}': {e}") from e
+
+
+def known(ids: list[int], vocab_size: int) -> list[int]:
+    """Token ids; DataError where one is not in a vocabulary of so many."""
+    wrong = next((t for t in ids if not 0 <= t < vocab_size), None)
+    if wrong is not None:
+        raise DataError(f"token {wrong} is not in the model's vocabulary of {vocab_size}")
+    return ids
 
 
 def _whole(text: str) -> str:

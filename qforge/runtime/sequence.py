@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral, Real
 from typing import NamedTuple
 
 from qforge.errors import DataError
+
+_GREEDY = 1e-5  # temperatures below it: the second most likely token would need logits as near as 1e-3 to be drawn once in e^100 times
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,7 @@ class SamplingParams:
 
     Attributes:
         max_tokens: most tokens that are generated.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy, and so is what is below 1e-5.
         top_k: sample among this many most likely tokens; 0: all.
         top_p: smallest set of tokens whose probabilities reach this sum.
         min_p: only tokens at least this fraction as likely as the most likely one.
@@ -38,22 +41,24 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+        for name, single, kind in (("stop", str, "strings"), ("stop_token_ids", Integral, "token ids")):
+            given = getattr(self, name)
+            several = () if given is None else (given,) if isinstance(given, single) else tuple(given) if isinstance(given, Iterable) and not isinstance(given, bytes) else (given,)
+            if not all(isinstance(one, single) and not isinstance(one, bool) for one in several):
+                raise DataError(f"{name} is {given!r}; it must be {kind}")
+            object.__setattr__(self, name, several)
         for name in ("max_tokens", "top_k", "seed"):
             value = getattr(self, name)
             if (not isinstance(value, Integral) or isinstance(value, bool)) and not (name == "seed" and value is None):
                 raise DataError(f"{name} is {value!r}; it must be a whole number")
         for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
-            if not isinstance(value, Real):
+            if not isinstance(value, Real) or isinstance(value, bool):
                 raise DataError(f"{name} is {value!r}; it must be a number")
-        if not all(isinstance(token, Integral) for token in self.stop_token_ids):
-            raise DataError(f"stop_token_ids are {self.stop_token_ids!r}; they must be token ids")
         rules: tuple[tuple[str, float, bool, str], ...] = (
             ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
             ("temperature", self.temperature, math.isfinite(self.temperature) and self.temperature >= 0, "0 (greedy) or a positive number"),
-            ("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or a positive number"),
+            ("top_k", self.top_k, 0 <= self.top_k < 1 << 31, "0 (all tokens) or a positive number below 2**31"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1"),
             ("seed", self.seed or 0, 0 <= (self.seed or 0) < 1 << 64, "from 0 to 2**64 - 1"),
@@ -63,6 +68,8 @@ class SamplingParams:
                 raise DataError(f"{name} is {value}; it must be {allowed}")
         if any(not s for s in self.stop):
             raise DataError("a stop string is empty; it would stop every text at once")
+        if self.temperature < _GREEDY:
+            object.__setattr__(self, "temperature", 0.0)
 
 
 class Draw(NamedTuple):

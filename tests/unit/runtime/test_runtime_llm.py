@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -121,6 +122,64 @@ def test_cancelling_one_request_touches_no_other(llm: LLM) -> None:
             break
     assert [r.generated for i, r in enumerate(requests) if i != 1] == [w for i, w in enumerate(wanted) if i != 1]
     assert str(requests[1].finish_reason) == "cancelled"
+
+
+@pytest.mark.parametrize("from_another_thread", [True, False])
+def test_cancelling_while_a_step_is_computed_touches_no_other(llm: LLM, monkeypatch: pytest.MonkeyPatch, from_another_thread: bool) -> None:
+    given, params = prompts(3, 30, seed=11), SamplingParams(max_tokens=6, ignore_eos=True)
+    wanted = [o.token_ids for o in llm.generate(given, params)]
+    engine, choose, threads = llm.engine(), llm.runner.choose, []
+    requests = [engine.add(p, params) for p in given]
+
+    def interrupted(*args: object) -> list[int]:
+        if from_another_thread:
+            threads.append(threading.Thread(target=engine.cancel, args=(requests[1],)))
+            threads[-1].start()
+            threads[-1].join(0.05)
+        elif len(requests[1].generated) == 5:  # it is to end in this step
+            engine.cancel(requests[1])
+        return choose(*args)
+
+    monkeypatch.setattr(llm.runner, "choose", interrupted)
+    while engine.busy():
+        engine.step()
+    for thread in threads:
+        thread.join(10)
+    assert requests[1].finish_reason == "cancelled"
+    assert [requests[0].generated, requests[2].generated] == [wanted[0], wanted[2]]
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.total
+
+
+def test_a_request_whose_text_cannot_be_made_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = prompts(3, 30, seed=11)
+    wanted = [o.token_ids for o in llm.generate(given, SamplingParams(max_tokens=6, ignore_eos=True))]
+    engine = llm.engine()
+    requests = [engine.add(p, SamplingParams(max_tokens=6, ignore_eos=True, stop=("zzz",) if i == 1 else ())) for i, p in enumerate(given)]
+    monkeypatch.setattr(engine._texts[requests[1].id], "add", lambda token: [].index(token))
+    with pytest.raises(ValueError, match="not in list"):
+        engine.step()
+    while engine.busy():
+        engine.step()
+    assert requests[1].finish_reason == "cancelled"
+    assert [requests[0].generated, requests[2].generated] == [wanted[0], wanted[2]]
+
+
+@pytest.mark.parametrize("token", [-1, 384, 2_000_000_000, -200_000_000])
+def test_an_engine_refuses_tokens_that_the_model_does_not_know(llm: LLM, token: int) -> None:
+    assert llm.runner.spec.vocab_size <= 384
+    with pytest.raises(DataError, match=f"token {token} is not in the model's vocabulary"):
+        llm.engine().add([3, token], SamplingParams(max_tokens=1))
+
+
+def test_a_cancelled_request_has_the_text_that_it_got(llm: LLM) -> None:
+    free = llm.generate(["The small mill stands"], SamplingParams(max_tokens=8, ignore_eos=True))[0]
+    engine = llm.engine()
+    request = engine.add(free.prompt_token_ids, SamplingParams(max_tokens=30, ignore_eos=True, stop=(free.text + "and nothing else",)))
+    while len(request.generated) < 8:
+        engine.step()
+    assert engine.text(request) == ""  # all of it may be the stop string's beginning
+    engine.cancel(request)
+    assert engine.text(request).startswith(free.text)
 
 
 def test_a_continuation_ends_where_the_context_ends(llm: LLM) -> None:
@@ -255,14 +314,32 @@ def test_cancelling_a_finished_request_leaves_its_ending(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"max_tokens": 1.5}, {"max_tokens": "x"}, {"max_tokens": None}, {"top_k": 1.5}, {"seed": 1.5}, {"stop_token_ids": ("x",)}, {"temperature": "hot"}, {"top_k": True}]
-)
+    "given",
+    [
+        {"max_tokens": 1.5}, {"max_tokens": "x"}, {"max_tokens": None}, {"top_k": 1.5}, {"seed": 1.5}, {"stop_token_ids": ("x",)}, {"temperature": "hot"}, {"top_k": True},
+        {"stop": (5,)}, {"stop": 5}, {"stop": b"x"}, {"stop": (b"x",)}, {"stop": ("",)}, {"stop_token_ids": "12"}, {"stop_token_ids": True}, {"top_k": 1 << 70}, {"top_p": True},
+    ],
+)  # fmt: skip
 def test_parameters_of_another_type_are_refused_by_name(given: dict[str, object]) -> None:
     with pytest.raises(DataError, match=next(iter(given))):
         SamplingParams(**given)
 
 
-@pytest.mark.parametrize("given", [{"threads": 1.5}, {"threads": 100_000}, {"threads": 0}, {"block_size": "16"}, {"num_blocks": "9"}, {"max_num_seqs": 2.0}])
+def test_ends_are_taken_in_every_usual_form() -> None:
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams(stop=[], stop_token_ids=[]) == SamplingParams()  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"], stop_token_ids=7) == SamplingParams(stop=("a", "b"), stop_token_ids=(7,))  # type: ignore[arg-type]
+    assert SamplingParams(temperature=5e-309).temperature == 0
+
+
+def test_sampling_parameters_of_another_kind_are_refused(llm: LLM) -> None:
+    for given in ({"max_tokens": 3}, 3, [SamplingParams(), None]):
+        with pytest.raises(DataError, match="SamplingParams"):
+            llm.generate(["a", "b"], given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given", [{"num_speculative_tokens": "8"}, {"threads": 1.5}, {"threads": 100_000}, {"threads": 0}, {"block_size": "16"}, {"num_blocks": "9"}, {"max_num_seqs": 2.0}]
+)
 def test_sizes_of_another_kind_are_refused_by_name(given: dict[str, object]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(given))):
         LLM(model("llama"), **given)

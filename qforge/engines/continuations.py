@@ -30,7 +30,8 @@ def continuations(model: Model, prompts: Sequence[Prompt], params: SamplingParam
     Raises:
         DataError: a prompt is empty, malformed, or leaves no room in the model's context.
     """
-    tokenizer, ends = model.tokenizer(), end_ids(model.assets, model.config)
+    tokenizer = model.tokenizer()
+    ends = end_ids(model.assets, model.config, tokenizer)
     context = int(getattr(model.config, "max_position_embeddings", None) or _NO_LIMIT)
     reader = PromptReader(model.source, lambda: tokenizer, context, int(model.config.vocab_size))
     read = []

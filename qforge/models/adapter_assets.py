@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qforge.errors import ModelError
 from qforge.files import sha256_file
-from qforge.models.assets import TOKENIZER_FILES, VOCABULARIES, files_in, load_tokenizer
+from qforge.models.assets import TOKENIZER_FILES, VOCABULARIES, end_ids, files_in, generation_config, load_tokenizer
 from qforge.models.cache import cached_folder
 from qforge.models.model import Model
 from qforge.models.weights import digest
@@ -34,7 +34,8 @@ def merged_assets(model: Model, adapters: Sequence[Path], vocab_size: int) -> Pa
         files |= own
     if files == before:
         return model.assets
-    assets = cached_folder("adapter-assets", digest(*(f"{n}:{sha256_file(p)}" for n, p in sorted(files.items())))[:32], lambda folder: _copy(files, folder))
+    named = digest("ends", *(f"{n}:{sha256_file(p)}" for n, p in sorted(files.items())))[:32]
+    assets = cached_folder("adapter-assets", named, lambda folder: _make(files, folder, model))
     tokens = len(load_tokenizer(assets, trust_remote_code=model.trust_remote_code))
     if tokens > vocab_size:
         raise ModelError(
@@ -54,6 +55,14 @@ def _brings_template(own: dict[str, Path]) -> bool:
         raise ModelError(f"{path} is not JSON: {e}") from e
 
 
-def _copy(files: dict[str, Path], folder: Path) -> None:
+def _make(files: dict[str, Path], folder: Path, model: Model) -> None:
+    """Copies, and a generation_config.json that ends texts where the tokenizer does, too: an adapter that was trained to end them with a token of its own says so nowhere else."""
     for name, path in files.items():
         shutil.copyfile(path, folder / name)
+    own = load_tokenizer(folder, trust_remote_code=model.trust_remote_code).eos_token_id
+    told = generation_config(folder)
+    ends = end_ids(folder, model.config)
+    if own is not None and own not in ends:
+        special = {f"{kind}_token_id": getattr(model.config, f"{kind}_token_id", None) for kind in ("bos", "pad")}
+        new = {name: value for name, value in special.items() if value is not None} | told | {"eos_token_id": [*ends, int(own)]}
+        (folder / "generation_config.json").write_text(json.dumps(new, indent=1) + "\n")

@@ -96,8 +96,8 @@ def _ids(name: str, words: Any) -> list[Any]:
     return [*(vocabulary.values() if isinstance(vocabulary, dict) else ()), *(token["id"] for token in words.get("added_tokens") or ())]
 
 
-def end_ids(folder: Path, config: PretrainedConfig) -> list[int]:
-    """Tokens that end a text: those of generation_config.json, else of the config; both write a number or a list.
+def end_ids(folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
+    """Tokens that end a text: of generation_config.json, else of the config (a number or a list), and the tokenizer's own, as vLLM and llama.cpp take it.
 
     Raises:
         ModelError: they write something else.
@@ -107,7 +107,8 @@ def end_ids(folder: Path, config: PretrainedConfig) -> list[int]:
     ids = [] if found is None else found if isinstance(found, list) else [found]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise ModelError(f"{folder}: eos_token_id is {reprlib.repr(found)}, where a token's id or a list of them is needed (generation_config.json, config.json)")
-    return list(dict.fromkeys(ids))
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    return list(dict.fromkeys([*ids, *([] if own is None else [int(own)])]))
 
 
 def generation_config(folder: Path) -> dict[str, Any]:

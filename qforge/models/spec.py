@@ -7,9 +7,11 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from qforge.errors import ModelError
 from qforge.types import ModelSpec, RopeSpec
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+_ONE_KIND = ("llama", "mistral")  # of layers
 _ROPES = {
     "default": (),
     "linear": ("factor",),
@@ -20,7 +22,11 @@ _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
 def model_spec(config: PretrainedConfig) -> ModelSpec | None:
-    """The model as data, or None when its family, rotary scaling, activation or attention is none that a ModelSpec can say."""
+    """The model as data, or None when its family, rotary scaling, activation or attention is none that a ModelSpec can say.
+
+    Raises:
+        ModelError: layers have a window, and the config does not say how wide it is.
+    """
     family = config.model_type
     if family not in FAMILIES or _has_unsayable_parts(config):
         return None
@@ -45,7 +51,7 @@ def model_spec(config: PretrainedConfig) -> ModelSpec | None:
         norm_eps=config.rms_norm_eps,
         hidden_act=_activation(config),
         tied_head=bool(config.tie_word_embeddings),
-        layer_windows=tuple(int(config.sliding_window) if kind == "sliding_attention" else 0 for kind in kinds),
+        layer_windows=tuple(_window(config, kind) for kind in kinds),
         layer_ropes=tuple(r for r in ropes if r is not None),
         attention_scale=float(config.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
         attention_bias=True if family == "qwen2" else bias,
@@ -69,10 +75,20 @@ def _has_unsayable_parts(config: PretrainedConfig) -> bool:
 
 
 def _layer_kinds(config: PretrainedConfig) -> list[str]:
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return list(kinds)
-    return ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * int(config.num_hidden_layers)
+    """As transformers' code of each family reads the config: Llama's has no window whatever it says, Mistral's one in all layers, the others' layers have kinds."""
+    if config.model_type in _ONE_KIND:
+        sliding = config.model_type == "mistral" and getattr(config, "sliding_window", None) is not None
+        return ["sliding_attention" if sliding else "full_attention"] * int(config.num_hidden_layers)
+    return list(config.layer_types)
+
+
+def _window(config: PretrainedConfig, kind: str) -> int:
+    if kind != "sliding_attention":
+        return 0
+    width = config.sliding_window
+    if not isinstance(width, int) or isinstance(width, bool) or width < 1:
+        raise ModelError(f"config.json: a layer has a sliding window, and sliding_window is {width!r}, where a number of tokens is needed")
+    return width
 
 
 def _parameters(config: PretrainedConfig, kind: str) -> Mapping[str, Any]:

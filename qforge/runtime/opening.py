@@ -87,7 +87,8 @@ def of_model(model: Model, activations: str = "fp", threads: int | None = None, 
     except torch.OutOfMemoryError as e:
         raise MissingCapabilityError(f"the weights of '{model.source}' do not fit on {device}; use fewer bits, or share the model among several GPUs (tensor_parallel)") from e
     kept = lowered(weights) if place is None and missing() is None else weights
-    return Opened(model.source, kept, frozenset(end_ids(model.assets, model.config)), functools.cache(model.tokenizer), place)
+    tokenizer = functools.cache(model.tokenizer)
+    return Opened(model.source, kept, frozenset(end_ids(model.assets, model.config, tokenizer())), tokenizer, place)
 
 
 def _packed(key: str, opened: Opened) -> PackedModel | None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qforge.errors import ModelError
+from qforge.models.assets import end_ids
 from qforge.models.lora import with_adapters
 from qforge.models.model import Model, open_model
 
@@ -125,6 +126,28 @@ def test_added_tokens_bring_their_embeddings_and_tokenizer(tied: Path, untied: P
     save_file({k: v for k, v in state.items() if "lora" in k}, tmp_path / "a" / WEIGHTS)
     with pytest.raises(ModelError, match="386 tokens, but the merged model has embeddings for 384"):
         with_adapters(open_model(str(base)), [("a", 1.0)], folder=tmp_path)
+
+
+@pytest.mark.parametrize("has_generation_config", [True, False])
+def test_an_end_token_that_an_adapters_tokenizer_brings_ends_texts(untied: Path, tmp_path: Path, has_generation_config: bool) -> None:
+    """An adapter for chat ends its turns with a token of its own, and says so in its tokenizer alone; whoever loads the merged model stops there, too."""
+    base = shutil.copytree(untied, tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    before = [i for i in range(tokenizer.eos_token_id + 3) if i != tokenizer.eos_token_id][-1]
+    (base / "generation_config.json").unlink(missing_ok=True)
+    if has_generation_config:
+        (base / "generation_config.json").write_text(json.dumps({"eos_token_id": before, "temperature": 0.5}))
+    else:
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(config | {"eos_token_id": before, "bos_token_id": 1}))
+    adapt(base, tmp_path / "a")
+    tokenizer.save_pretrained(tmp_path / "a")
+    got = with_adapters(open_model(str(base)), [("a", 1.0)], folder=tmp_path)
+    told = json.loads((got.assets / "generation_config.json").read_text())
+    assert told["eos_token_id"] == [before, tokenizer.eos_token_id]
+    assert told.get("temperature") == (0.5 if has_generation_config else None)
+    assert has_generation_config or told["bos_token_id"] == 1
+    assert end_ids(got.assets, got.config) == [before, tokenizer.eos_token_id]
 
 
 def test_an_adapter_without_a_tokenizer_keeps_the_bases(tied: Path, tmp_path: Path) -> None:

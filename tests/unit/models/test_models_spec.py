@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
+from qforge.errors import ModelError
 from qforge.models.spec import model_spec
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
@@ -59,6 +60,23 @@ def test_qwen_and_mistral() -> None:
         mistral = model_spec(config("mistral", sliding_window=window))
         assert mistral is not None
         assert mistral.layer_windows == (want,) * 6
+
+
+def test_windows_are_those_that_each_family_has() -> None:
+    """transformers' Llama and Mistral ask neither for kinds of layers, and Llama not for a window."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    llama, mistral = model_spec(config("llama", sliding_window=8, layer_types=kinds)), model_spec(config("mistral", sliding_window=8, layer_types=kinds))
+    assert llama is not None
+    assert mistral is not None
+    assert (llama.layer_windows, mistral.layer_windows) == ((0,) * 6, (8,) * 6)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3_text"])
+def test_a_window_without_a_width_is_refused(family: str) -> None:
+    made = config(family)
+    made.layer_types, made.sliding_window = ["sliding_attention"] * 6, None
+    with pytest.raises(ModelError, match="sliding_window is None"):
+        model_spec(made)
 
 
 def test_gemma3_alternates_windows_and_ropes() -> None:

@@ -110,6 +110,8 @@ def _show(result: dict[str, Any]) -> None:
         click.echo(f"decode   {row['activations']:4s} batch {row['batch']:3d}, context {row['context']:4d}  {row['tokens_per_second']:9.1f} tokens/s{share}")
     for key, name in (("ttft_ms", "first token"), ("tpot_ms", "each further token")):
         times = result[key]
+        if times is None:
+            continue
         said = f"{name}, {times['activations']}, prompt of {times['prompt_tokens']} tokens"
         click.echo(f"{said:60s} {times['p50']:9.1f} ms (p99 {times['p99']:.1f})")
     _show_start(result["new_process"])

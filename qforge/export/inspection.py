@@ -186,7 +186,7 @@ def _gguf_on_runtime(header: GgufHeader) -> dict[str, Any]:
     try:
         config = gguf_config(header)
         source = GgufSource(header, config, skeletons.build(config).linears)
-        linears = [_linear(name, scheme, source.info(f"{name}.weight").shape) for name, scheme in source.schemes.items()]
+        linears = [_linear(name, scheme, source.info(source.stored(name)).shape) for name, scheme in source.schemes.items()]
         return {"linears": linears, **_on_runtime(config, model_spec(config), source.schemes, source)}
     except QforgeError as e:  # the file may be sound, and be of a family that we do not read
         return {"linears": [], "unquantized": [], "runtime": {"runs": False, "reason": str(e)}}

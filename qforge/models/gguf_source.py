@@ -16,7 +16,7 @@ from qforge.files import sha256_file
 from qforge.layouts import gguf_schemes
 from qforge.layouts.gguf_integers import INTEGER_TYPES, layout_of
 from qforge.models.gguf_header import GgufHeader, GgufTensor
-from qforge.models.names import gguf_names, gguf_norm_offset, gguf_permutes, permuted_heads, unpermute_rows
+from qforge.models.names import EMBEDDING, HEAD, gguf_names, gguf_norm_offset, gguf_permutes, permuted_heads, unpermute_rows
 from qforge.models.weights import TensorInfo, digest
 from qforge.qlinear import QuantizedLinear
 
@@ -41,9 +41,14 @@ class GgufSource:
         self._fingerprint = ""
         ours = {theirs: hf for hf, theirs in gguf_names(self._family, config.num_hidden_layers).items()}
         self._tensors = {ours.get(name, name): t for name, t in header.tensors.items() if not name.endswith(_DERIVED)}
-        integers = {name: t for name in linears if (t := self._tensors.get(f"{name}.weight")) is not None and t.type.name in INTEGER_TYPES and len(t.shape) == 2}
+        integers = {name: t for name in linears if (t := self._tensors.get(self.stored(name))) is not None and t.type.name in INTEGER_TYPES and len(t.shape) == 2}
         told = gguf_schemes.schemes(header.metadata, {t.name: (t.type.name, t.shape) for t in integers.values()})
         self.schemes = {name: told[t.name] for name, t in integers.items() if t.name in told}
+
+    def stored(self, linear: str) -> str:
+        """Name of the tensor that holds a linear's weight: a head that the file has none for is the embedding."""
+        own = f"{linear}.weight"
+        return f"{EMBEDDING}.weight" if linear == HEAD and own not in self._tensors else own
 
     def names(self) -> list[str]:
         """Hugging Face names, in the order of the file."""
@@ -69,7 +74,7 @@ class GgufSource:
         Raises:
             ModelError: its blocks do not hold what the metadata say.
         """
-        tensor, scheme = self._tensors[f"{name}.weight"], self.schemes[name]
+        tensor, scheme = self._tensors[self.stored(name)], self.schemes[name]
         rows, inputs = tensor.shape
         stored = {"weight": torch.from_numpy(_raw(self._header, tensor)).view(rows, -1)}
         try:

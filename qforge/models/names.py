@@ -13,7 +13,8 @@ from qforge.errors import UnsupportedError
 # Hugging Face model_type -> GGUF `general.architecture`
 GGUF_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
 
-_OUTER = ("model.embed_tokens", "model.norm", "lm_head")
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+_OUTER = (EMBEDDING, "model.norm", HEAD)
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")

@@ -16,31 +16,37 @@ from qforge.runtime.sequence import SamplingParams
 _REPEATS = 5
 _PREFILL = ((128, 1), (512, 1), (128, 8))
 _BATCHES = (1, 8, 32)
+_CONTEXT, _NEW = 128, 32  # tokens of a sequence whose steps are timed: before, and while
 
 
 def measure(llm: LLM, activations: str = "fp") -> dict[str, Any]:
     """The figures of `bench --json` that a loaded model gives: prefill, decode, ttft_ms, tpot_ms. Speeds are medians of repeated runs.
 
+    Sequences have contexts of 128 tokens, or of what the model and the cache have room for; batches that do not fit are left out.
+
     Args:
         llm: the model.
         activations: what the rows are named after.
     """
-    room = llm.max_context
-    length = min(128, room // 2)
-    steps = {batch: _decode(llm, batch, length) for batch in _BATCHES}
+    lengths = {batch: length for batch in _BATCHES if (length := _length(llm, batch)) > 0}
+    steps = {batch: taken for batch, length in lengths.items() if (taken := _decode(llm, batch, length))}
+    length = max(1, _length(llm, 1))
+    most = min(llm.max_context, _room(llm, 1))
+    named = {"activations": activations, "prompt_tokens": length}
     first = [_timed(_prefill(llm, length, 1)) * 1e3 for _ in range(2 * _REPEATS)]
     return {
-        "prefill": [{"tokens": n, "batch": b, "activations": activations, "tokens_per_second": n * b / _median(_prefill(llm, n, b))} for n, b in _PREFILL if n < room],
-        "decode": [_row(llm, activations, b, length, statistics.median(s)) for b, s in steps.items()],
-        "ttft_ms": {"activations": activations, "prompt_tokens": length, **_percentiles(first)},
-        "tpot_ms": {"activations": activations, "prompt_tokens": length, **_percentiles([s * 1e3 for s in steps[1]])},
+        "prefill": [{"tokens": n, "batch": b, "activations": activations, "tokens_per_second": n * b / _median(_prefill(llm, n, b))} for n, b in _PREFILL if n < most],
+        "decode": [_row(llm, activations, b, lengths[b], statistics.median(taken)) for b, taken in steps.items()],
+        "ttft_ms": {**named, **_percentiles(first)},
+        "tpot_ms": {**named, **_percentiles([s * 1e3 for s in steps[1]])} if 1 in steps else None,
     }
 
 
 def decode_speed(llm: LLM) -> float | None:
-    """Tokens per second that one sequence gets after (at most) 128 others, by the median step; None where the context has no room for that."""
-    seconds = statistics.median(_decode(llm, 1, min(128, llm.max_context // 2)))
-    return 1 / seconds if seconds > 0 else None
+    """Tokens per second that one sequence gets after (at most) 128 others, by the median step; None where there is no room for that."""
+    length = _length(llm, 1)
+    taken = _decode(llm, 1, length) if length > 0 else []
+    return 1 / statistics.median(taken) if taken else None
 
 
 def beside_bandwidth(row: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
@@ -75,13 +81,23 @@ def _prefill(llm: LLM, tokens: int, batch: int) -> Callable[[], None]:
     return run
 
 
+def _room(llm: LLM, batch: int) -> int:
+    """Tokens that the cache holds of each of so many sequences."""
+    return llm.num_blocks // batch * llm.block_size
+
+
+def _length(llm: LLM, batch: int) -> int:
+    """Tokens before those that are timed, of each of so many sequences; 0 where they do not fit."""
+    return max(0, min(_CONTEXT, llm.max_context // 2, _room(llm, batch) - _NEW - 1))
+
+
 def _decode(llm: LLM, batch: int, length: int) -> list[float]:
     """Seconds of each step in which `batch` sequences each get one token."""
-    new = min(32, llm.max_context - length)
+    new = min(_NEW, llm.max_context - length)
     engine = llm.engine(speculate=False)
     for i in range(batch):
         engine.add(_prompt(llm, length, i), SamplingParams(max_tokens=new + 1, ignore_eos=True))
-    return [s for s, n in _steps(engine) if n == batch][1:] or [float("nan")]
+    return [s for s, n in _steps(engine) if n == batch][1:]
 
 
 def _steps(engine: Engine) -> list[tuple[float, int]]:

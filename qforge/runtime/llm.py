@@ -82,7 +82,7 @@ class LLM:
         self.kv_cache = made.kv_cache
         self._num_speculative_tokens = _guesses(num_speculative_tokens, made.runner)
         self.max_context = self._opened.spec.max_positions
-        self._block_size, self._max_num_seqs, self._max_step_tokens = block_size, where.max_num_seqs, where.max_step_tokens
+        self.block_size, self._max_num_seqs, self._max_step_tokens = block_size, where.max_num_seqs, where.max_step_tokens
         self._turn = CacheTurn()
         self._prompts = PromptReader(self._opened.source, self._opened.tokenizer, self.max_context, self.runner.spec.vocab_size)
 
@@ -94,7 +94,7 @@ class LLM:
     def engine(self, *, speculate: bool = True) -> Engine:
         """A fresh engine over this model's weights and cache; one at a time may have requests. `speculate`: with the guesses that this object was made for."""
         return Engine(
-            self.runner, self.tokenizer, num_blocks=self.num_blocks, block_size=self._block_size, max_num_seqs=self._max_num_seqs, max_step_tokens=self._max_step_tokens,
+            self.runner, self.tokenizer, num_blocks=self.num_blocks, block_size=self.block_size, max_num_seqs=self._max_num_seqs, max_step_tokens=self._max_step_tokens,
             max_context=self.max_context, end_ids=self._opened.end_ids,
             num_speculative_tokens=self._num_speculative_tokens if speculate else 0, turn=self._turn,
         )  # fmt: skip
@@ -155,17 +155,17 @@ class LLM:
         from qforge.engines.base import chunks
 
         for window in windows:
-            blocks = -(-len(window) // self._block_size)
+            blocks = -(-len(window) // self.block_size)
             if len(window) > self.max_context:
                 raise DataError(f"a window of {len(window)} tokens is longer than the model's context of {self.max_context}; use a smaller window")
             if blocks > self.num_blocks:
-                raise DataError(f"a window of {len(window)} tokens is longer than the cache of {self.num_blocks * self._block_size}; use a smaller window, or more num_blocks")
+                raise DataError(f"a window of {len(window)} tokens is longer than the cache of {self.num_blocks * self.block_size}; use a smaller window, or more num_blocks")
             params = SamplingParams(max_tokens=1)
             sequence = seq.Sequence(0, known(list(window), self.runner.spec.vocab_size), len(window), params, 0, len(window), frozenset(), block_table=list(range(blocks)))
             self._turn.take(sequence, call=True)
             try:
                 for start, stop in chunks(len(window)):
-                    yield self.runner.step(build_step([Piece(sequence, start, stop)], self._block_size, all_logits=True))
+                    yield self.runner.step(build_step([Piece(sequence, start, stop)], self.block_size, all_logits=True))
             finally:
                 self._turn.give_back(sequence)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -31,7 +32,8 @@ _LIMIT_GB = "20"  # of all entries together, unless QFORGE_PACKED_GB says otherw
 _DECIDE = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken")  # what a model is read from
 _SETTLED = 2_000_000_000  # ns: a file changed again within the resolution of its file system's clock would look the same
 _ABANDONED = 3600  # seconds after which a half-written file is nobody's any more
-_PROGRAM = ("ops", "runtime", "layouts", "models", "numerics.py", "qlinear.py", "scheme.py")
+_PROGRAM = (".", "ops", "ops/triton", "runtime", "layouts", "models", "text")  # folders with the code between a model's files and its packed weights
+_LIBRARIES = ("transformers", "tokenizers", "torch", "gguf")  # that read them; that another version was installed is seen on its files, since to ask for its number takes 10 ms
 _log = logging.getLogger(__name__)
 
 
@@ -138,11 +140,12 @@ def _content(source: Path, state: list[list[int | str]]) -> str:
 def _program() -> str:
     """Hash of the code between a model's files and its packed weights: whoever changes it needs to think of nothing."""
     home, digest = Path(qforge.__file__).parent, hashlib.sha256(qforge.__version__.encode())
-    for part in _PROGRAM:
-        for path in [home / part] if part.endswith(".py") else sorted((home / part).glob("*.py")):
-            digest.update(path.read_bytes())
-    native = os.stat(str(getattr(module(), "__file__", home)))
-    digest.update(f"{native.st_size} {native.st_mtime_ns}".encode())
+    for path in (path for part in _PROGRAM for path in sorted((home / part).glob("*.py"))):
+        digest.update(path.read_bytes())
+    libraries = (spec.origin for name in _LIBRARIES if (spec := importlib.util.find_spec(name)) is not None)
+    for origin in (getattr(module(), "__file__", None), *libraries):
+        written = os.stat(str(origin or home))
+        digest.update(f"{origin} {written.st_size} {written.st_mtime_ns}".encode())
     return digest.hexdigest()
 
 

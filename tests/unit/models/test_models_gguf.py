@@ -18,11 +18,13 @@ import tiny
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from qforge import numerics
 from qforge.errors import ModelError
 from qforge.models import gguf_source, names
 from qforge.models.gguf_config import gguf_config
 from qforge.models.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from qforge.models.model import open_model
+from qforge.models.tying import shared_table
 
 BLOCKS = {"attn_q": "Q4_0", "attn_k": "Q8_0", "attn_v": "Q5_0", "attn_output": "Q4_1", "ffn_gate": "Q5_1", "ffn_up": "F16", "ffn_down": "BF16", "token_embd": "Q8_0"}
 
@@ -102,6 +104,18 @@ def test_tensors_equal_transformers_reader(bases: dict[str, Path], tmp_path: Pat
         assert torch.equal(model.weights.read(name), theirs[name]), name
     for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "vocab_size", "tie_word_embeddings"):
         assert getattr(model.config, key) == getattr(config, key), key
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen2", False), ("gemma3_text", True)])
+def test_a_head_that_is_the_embedding_is_quantized_as_that_is(bases: dict[str, Path], tmp_path: Path, family: str, tied: bool) -> None:
+    """A tied file has no tensor for the head; the codes of the embedding are its, and both share one table."""
+    write(tmp_path / "m.gguf", bases[family])
+    model = open_model("m.gguf", folder=tmp_path)
+    assert ("lm_head" in model.schemes) == tied
+    assert (shared_table(model, model.schemes) == "model.embed_tokens") == tied
+    if tied:
+        assert str(model.schemes["lm_head"]) == "int8-g32-sym@f16"
+        assert torch.equal(numerics.dequantize(model.linear("lm_head")), model.weights.read("model.embed_tokens.weight"))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text"])

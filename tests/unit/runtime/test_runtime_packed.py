@@ -187,6 +187,28 @@ def test_a_damaged_file_is_found_and_made_again(harm: Callable[[Path], None], ca
     assert isinstance(LLM(str(model)).tokenizer, PlainTokenizer)
 
 
+LOADED = """
+import json, sys
+from pathlib import Path
+import qforge
+from qforge.runtime import LLM
+LLM(sys.argv[1])
+files = [Path(m.__file__) for n, m in sys.modules.items() if n.partition(".")[0] == "qforge" and (m.__file__ or "").endswith(".py")]
+print(json.dumps(sorted({p.relative_to(Path(qforge.__file__).parent).parent.as_posix() for p in files})))
+"""
+
+
+def test_all_code_that_packs_is_part_of_an_entrys_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Folders of what a first start loads, and the libraries that read the model, decide the name."""
+    ran = subprocess.run([sys.executable, "-c", LOADED, str(folder("llama"))], check=True, capture_output=True, text=True)
+    assert set(json.loads(ran.stdout)) <= {*packed_cache._PROGRAM}
+    before = packed_cache._program.__wrapped__()
+    (tmp_path / "transformers.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    assert packed_cache._program.__wrapped__() != before
+
+
 def test_a_changed_model_is_another_model(tmp_path: Path, cache: Path) -> None:
     model = tiny.make(tmp_path / "m")
     before = tokens(model)
@@ -194,7 +216,7 @@ def test_a_changed_model_is_another_model(tmp_path: Path, cache: Path) -> None:
     assert tokens(model) != before
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": before[0][2]}))
     tokens(model)
-    assert LLM(str(model))._opened.end_ids == {before[0][2]}
+    assert LLM(str(model))._opened.end_ids == {before[0][2], tiny.tokenizer().eos_token_id}
     assert len(kept(cache)) == 3
 
 

@@ -143,7 +143,7 @@ def quantize(
             made = exports.make(recipe, artifact, written["sha256"], skipped, evaluation, texts, out, journal, progress)
         with meter.stage("verify"):
             engine = "auto" if recipe.evaluate is None else recipe.evaluate.engine
-            made = exports.verify_all(made, artifact, written["sha256"], engine, texts.evaluation, out, journal, progress)
+            made = exports.verify_all(recipe, made, artifact, written["sha256"], engine, texts.evaluation, out, journal, progress)
             if recipe.evaluate is not None and recipe.evaluate.exports and texts.evaluation is not None:
                 made = exported.scored(made, merged, texts.evaluation, out, journal, progress)
         if journal.computed:
@@ -211,7 +211,7 @@ def _planned(recipe: Recipe, merged: Model, model: Model, blocks: BlockModel, ch
     """The plan; with method auto for what was chosen, or before that for a draft of about the budget's size."""
     chosen = () if choices is None else (choices.draft() if choice is None else choice.schemes,)
     planned = make_plan(recipe, model, blocks, merged, *chosen)
-    return replace(planned, notes=(*(() if choices is None else choices.notes), *planned.notes, *importance.said(recipe, planned)))
+    return replace(planned, notes=(*(() if choices is None else choices.notes), *planned.notes, *exports.said(recipe), *importance.said(recipe, planned)))
 
 
 def _expected(recipe: Recipe, model: Model, planned: Plan, blocks: BlockModel) -> Model:

@@ -104,7 +104,7 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
     needed = frozenset() if quantizer is None else statistics_needed(quantizer, schemes, options).union(*(t.needs(options) for t in transforms))
     if recipe.quantize.kv_cache is not None:
         needed |= {KV_CACHE}
-        notes += _cache_notes(recipe, blocks, schemes)
+        _check_cache(blocks, schemes)
     elif merged.kv_scales:
         notes.append("the source keeps keys and values as FP8, and is compared so; what is written does not, unless quantize.kv_cache: fp8 calibrates scales anew")
     parameters = _parameters(merged)
@@ -192,8 +192,8 @@ def _check_weighing(options: Options, schemes: Sequence[Scheme], quantizer: Quan
         raise UnsupportedError(f"quantize.options.fisher is for integers with one scale for each output channel or group, not {schemes[0]}; use fisher: false")
 
 
-def _cache_notes(recipe: Recipe, blocks: BlockModel, schemes: Sequence[Scheme]) -> list[str]:
-    """What a user should know of keys and values in FP8; refuses them where they cannot be."""
+def _check_cache(blocks: BlockModel, schemes: Sequence[Scheme]) -> None:
+    """Refuse keys and values in FP8 where they cannot be."""
     if any(s.number is Number.NF4 for s in schemes):
         raise UnsupportedError(
             "quantize.kv_cache: a bitsandbytes checkpoint, the only kind with nf4, does not hold scales of keys and values; use another scheme, or kv_cache: null"
@@ -202,9 +202,6 @@ def _cache_notes(recipe: Recipe, blocks: BlockModel, schemes: Sequence[Scheme]) 
         raise UnsupportedError(
             "quantize.kv_cache: transformers' code of this family takes no cache of keys and values for its blocks, so that they cannot be seen; use kv_cache: null"
         )
-    without = sorted({e.format for e in recipe.export if e.format != "trtllm" and (e.format != "triton" or e.type in (None, "onnx"))})
-    said = f"{' and '.join(without)} {'has' if len(without) == 1 else 'have'} no place for the scales of keys and values"
-    return [f"{said}: what is exported, and compared, is the rest"] if without else []
 
 
 def _check_transforms(transforms: Sequence[Transform], schemes: Sequence[Scheme]) -> None:

@@ -31,6 +31,10 @@ class Exporter(Protocol):
     def name(self) -> str:
         """The format's name, as a recipe writes it."""
 
+    @property
+    def holds_kv_scales(self) -> bool:
+        """Whether what is written holds the scales of keys and values that a model has, so that its engine rounds them as the model says."""
+
     def check(self, model: Model) -> str | None:
         """None, or why the model cannot be written."""
 

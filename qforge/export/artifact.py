@@ -22,6 +22,11 @@ class ArtifactExporter:
     name: str
     shard_bytes: int = SHARD_BYTES
 
+    @property
+    def holds_kv_scales(self) -> bool:
+        """See `Exporter.holds_kv_scales`."""
+        return self.name == "compressed-tensors"
+
     def check(self, model: Model) -> str | None:
         """Why the model cannot be written; None if it can."""
         if not model.schemes:

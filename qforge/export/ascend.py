@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from qforge.errors import UnsupportedError
 from qforge.export.hf import older_rope, packed_linear, weight_shape, write_checkpoint
@@ -22,6 +22,7 @@ class AscendExporter:
     """The exporter (see docs/architecture.md). config.json says nothing of the quantization: the description does."""
 
     name: str = "ascend"
+    holds_kv_scales: ClassVar[bool] = False
     shard_bytes: int = SHARD_BYTES
 
     def check(self, model: Model) -> str | None:

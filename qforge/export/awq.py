@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,6 +24,7 @@ class AwqExporter:
     """The exporter (see docs/architecture.md). The format has one group size for the whole model, 4 bits, and an unquantized head."""
 
     name: str = "awq"
+    holds_kv_scales: ClassVar[bool] = False
     shard_bytes: int = SHARD_BYTES
 
     def check(self, model: Model) -> str | None:

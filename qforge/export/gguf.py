@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -72,6 +73,7 @@ class GgufExporter:
 
     type: str = "auto"
     name: str = "gguf"
+    holds_kv_scales: ClassVar[bool] = False
 
     def check(self, model: Model) -> str | None:
         """Why the model cannot be written; None if it can."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ class GgufMixExporter:
     type: str
     imatrix: Imatrix | None = None
     name: str = "gguf"
+    holds_kv_scales: ClassVar[bool] = False
 
     def check(self, model: Model) -> str | None:
         """Why the model cannot be written; None if it can."""

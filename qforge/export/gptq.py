@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,6 +32,7 @@ class GptqExporter:
     """
 
     name: str = "gptq"
+    holds_kv_scales: ClassVar[bool] = False
     shard_bytes: int = SHARD_BYTES
 
     def check(self, model: Model) -> str | None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from qforge.errors import UnsupportedError
 from qforge.export.hf import older_rope, packed_linear, weight_shape, write_checkpoint
@@ -20,6 +20,7 @@ class MlxExporter:
     """The exporter (see docs/architecture.md)."""
 
     name: str = "mlx"
+    holds_kv_scales: ClassVar[bool] = False
     shard_bytes: int = SHARD_BYTES
 
     def check(self, model: Model) -> str | None:

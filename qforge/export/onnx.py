@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -37,6 +38,7 @@ class OnnxExporter:
 
     type: str = "auto"
     name: str = "onnx"
+    holds_kv_scales: ClassVar[bool] = False
 
     def check(self, model: Model) -> str | None:
         """Why the model cannot be written; None if it can.

@@ -6,6 +6,7 @@ import importlib.util
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from qforge.engines.openvino_runtime import MODEL
 from qforge.errors import MissingCapabilityError, UnsupportedError
@@ -20,6 +21,7 @@ class OpenvinoExporter:
     """The exporter (see docs/architecture.md). Unlike the others it holds the whole packed model in memory: OpenVINO saves a model at once."""
 
     name: str = "openvino"
+    holds_kv_scales: ClassVar[bool] = False
 
     def check(self, model: Model) -> str | None:
         """Why the model cannot be written; None if it can.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from qforge.engines import tensorrt_build
 from qforge.errors import MissingCapabilityError, UnsupportedError
@@ -26,6 +27,7 @@ class TensorrtExporter:
 
     type: str = "auto"
     name: str = "tensorrt"
+    holds_kv_scales: ClassVar[bool] = False
 
     @property
     def targets(self) -> tuple[str, ...]:

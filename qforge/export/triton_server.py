@@ -32,6 +32,11 @@ class TritonExporter:
     type: str = "onnx"
     name: str = "triton"
 
+    @property
+    def holds_kv_scales(self) -> bool:
+        """See `Exporter.holds_kv_scales`."""
+        return self.type == "vllm"
+
     def check(self, model: Model) -> str | None:
         """Why the model cannot be written; None if it can.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,6 +23,7 @@ class TrtLlmExporter:
     """The exporter (see docs/architecture.md)."""
 
     name: str = "trtllm"
+    holds_kv_scales: ClassVar[bool] = True
     shard_bytes: int = SHARD_BYTES
 
     def check(self, model: Model) -> str | None:

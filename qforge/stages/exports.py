@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,6 @@ from qforge.text.documents import documents
 from qforge.text.windows import EvaluationWindows, evaluation_windows
 from qforge.types import Evaluation, ExportResult, Verification
 
-CACHED = ("compressed-tensors",)  # what their engine runs, keys and values as the artifact says included
 POSITIONS = 64  # at which a foreign engine's next-token distribution is compared with ours
 
 
@@ -67,6 +67,18 @@ def check(recipe: Recipe, planned: Model) -> dict[int, str]:
         if problem is not None:
             skipped[place] = problem
     return skipped
+
+
+def said(recipe: Recipe) -> tuple[str, ...]:
+    """For a run's notes: which exports do without the scales of keys and values that it calibrates."""
+    without: set[str] = set()
+    for section in recipe.export if recipe.quantize.kv_cache is not None else ():
+        with contextlib.suppress(UnsupportedError):  # `check` says so
+            without |= set() if exporter(section.format, section.type).holds_kv_scales else {section.format}
+    if not without:
+        return ()
+    which = f"{' and '.join(sorted(without))} {'has' if len(without) == 1 else 'have'} no place for the scales of keys and values"
+    return (f"{which}: what is exported, and compared, is the rest",)
 
 
 def make(
@@ -122,11 +134,20 @@ def _write(artifact: Model, format_name: str, type_name: str | None, folder: Pat
 
 
 def verify_all(
-    exports: Sequence[ExportResult], artifact: Model, artifact_sha256: str, engine: str, windows: EvaluationWindows | None, out: Path, journal: Journal, progress: Progress
+    recipe: Recipe,
+    exports: Sequence[ExportResult],
+    artifact: Model,
+    artifact_sha256: str,
+    engine: str,
+    windows: EvaluationWindows | None,
+    out: Path,
+    journal: Journal,
+    progress: Progress,
 ) -> list[ExportResult]:
     """Read every written export back; what was verified is kept in the journal.
 
     Args:
+        recipe: with its `export` list.
         exports: from `make`.
         artifact: opened from disk.
         artifact_sha256: of its folder.
@@ -140,16 +161,16 @@ def verify_all(
         return list(exports)
     prompts = seeded_prompts((windows or _builtin_windows(artifact)).ids, POSITIONS)
     done = []
-    for result in progress.track(exports, "verify", len(exports)):
+    for section, result in progress.track(list(zip(recipe.export, exports, strict=True)), "verify", len(exports)):
         if result.path is None:
             done.append(result)
             continue
         missing = [llama_cpp.missing(), checkpoints.missing("gptq"), checkpoints.missing("mlx"), onnx_runtime.missing(), onnx_runtime.genai_missing(), openvino_runtime.missing()]
         missing += [tensorrt_runtime.missing(out / result.path)] if result.format == "tensorrt" else []
-        name = key("verify", form=2, artifact=artifact_sha256, export=result.sha256, format=result.format, prompts=prompts, engine=engine, missing=missing)
+        name = key("verify", form=3, artifact=artifact_sha256, export=result.sha256, format=result.format, prompts=prompts, engine=engine, missing=missing)
         found = journal.load(name)
         if found is None:
-            found = ({}, _verified(result, out / result.path, artifact, engine, prompts))
+            found = ({}, _verified(result, section.type, out / result.path, artifact, engine, prompts))
             journal.save(name, {"done": torch.ones(1)}, found[1])
         value = found[1]
         verified = [Verification(**v) for v in value["verified_by"]]
@@ -157,9 +178,9 @@ def verify_all(
     return done
 
 
-def _verified(result: ExportResult, folder: Path, artifact: Model, engine: str, prompts: list[list[int]]) -> dict[str, Any]:
+def _verified(result: ExportResult, type_name: str | None, folder: Path, artifact: Model, engine: str, prompts: list[list[int]]) -> dict[str, Any]:
     paths = sorted(p for p in folder.rglob("*") if p.is_file())
-    compared = artifact if result.format in CACHED else replace(artifact, kv_scales={})
+    compared = artifact if exporter(result.format, type_name).holds_kv_scales else replace(artifact, kv_scales={})
     verified, left_out = verify(result.format, paths, artifact, engine_for(compared, engine), prompts)
     verified = [*verified, *verify_text(result.format, paths, artifact)]
     equal = [v.weights_equal for v in verified if v.weights_equal is not None]
@@ -194,11 +215,11 @@ def export_one(artifact: Model, source: Path, format_name: str, type_name: str |
     if folder.resolve() == artifact.assets.resolve() or folder.resolve() in artifact.assets.resolve().parents:
         raise OutputError(f"{folder} holds the model that is exported; choose another --out")
     progress.note(f"writing {folder}")
-    if artifact.kv_scales and format_name not in (*CACHED, "trtllm"):
+    if artifact.kv_scales and not chosen.holds_kv_scales:
         progress.note(f"{format_name} has no place for scales of keys and values: they are left out, and its engines keep keys and values as they like")
     matrix = _builtin_importance(artifact, progress) if importance.weighs(format_name, type_name) else None
     result = ExportResult(format_name, str(folder), **_write(artifact, format_name, type_name, folder, None, matrix))
-    value = _verified(result, folder, artifact, "auto", seeded_prompts(_builtin_windows(artifact).ids, POSITIONS))
+    value = _verified(result, type_name, folder, artifact, "auto", seeded_prompts(_builtin_windows(artifact).ids, POSITIONS))
     return replace(result, lossless=value["lossless"], verified_by=[Verification(**v) for v in value["verified_by"]], skipped_because=value["skipped_because"])
 
 

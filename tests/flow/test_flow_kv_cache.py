@@ -85,7 +85,7 @@ def test_exports_without_a_place_for_them_are_compared_without_them(done: tuple[
     monkeypatch.setattr(exports, "verify", lambda kind, paths, model, scorer, prompts: sides.update({kind: scorer.name}) or ([], []))
     monkeypatch.setattr(exports, "verify_text", lambda *_: [])
     for kind in ("gguf", "compressed-tensors"):
-        exports._verified(ExportResult(kind), folder, open_model(str(folder / "out")), "auto", [])
+        exports._verified(ExportResult(kind), None, folder, open_model(str(folder / "out")), "auto", [])
     assert sides == {"gguf": "qforge", "compressed-tensors": "qforge (fp8 keys and values)"}
 
 
@@ -185,8 +185,20 @@ class Notes(Silent):
         self.said.append(text)
 
 
-@pytest.mark.parametrize(("format_name", "left_out"), [("mlx", True), ("compressed-tensors", False), ("trtllm", False)])
-def test_an_export_says_whether_it_leaves_the_scales_out(done: tuple[Path, Results], tmp_path: Path, format_name: str, left_out: bool) -> None:
-    notes = Notes()
-    qforge.pipeline.export(done[0] / "out", format_name, out=tmp_path / "there", progress=notes)
-    assert any("no place for scales of keys and values" in note for note in notes.said) == left_out
+HOLDING = [("mlx", None, False), ("compressed-tensors", None, True), ("trtllm", None, True), ("triton", "onnx", False), ("triton", "vllm", True)]
+
+
+@pytest.mark.parametrize(("format_name", "type_name", "held"), HOLDING)
+def test_an_export_says_whether_it_leaves_the_scales_out(
+    done: tuple[Path, Results], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_name: str, type_name: str | None, held: bool
+) -> None:
+    notes, sides, verify = Notes(), [], exports.verify
+    monkeypatch.setattr(exports, "verify", lambda kind, paths, model, scorer, prompts: sides.append(scorer.name) or verify(kind, paths, model, scorer, prompts))
+    qforge.pipeline.export(done[0] / "out", format_name, type=type_name, out=tmp_path / "there", progress=notes)
+    assert any("no place for scales of keys and values" in note for note in notes.said) != held
+    assert sides == ["qforge (fp8 keys and values)" if held else "qforge"]
+    written = [name for file in (tmp_path / "there").rglob("*.safetensors") for name in load_file(file)]
+    assert any(name.endswith("k_scale") for name in written) == held
+    entry = f"export=[{{format: {format_name}, type: {type_name or 'null'}}}]"
+    if format_name != "compressed-tensors":  # what every run writes
+        assert any("no place for the scales of keys and values" in note for note in plan(done[0] / "recipe.yaml", overrides=[entry])[1].notes) != held

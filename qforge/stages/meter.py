@@ -100,10 +100,8 @@ def _set_malloc(mmap_threshold: int, trim_threshold: int) -> None:
 
 
 def _status(field: str) -> int:
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(field + ":"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        _set_malloc(1 << 30, 2 << 30)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qforge.errors import RecipeError
-from qforge.evaluate.gates import check, figures, unmeasurable
+from qforge.evaluate.gates import check, figures
 from qforge.types import Cluster, Evaluation, GateResult
 
 
@@ -38,17 +38,3 @@ def test_a_figure_that_was_not_measured_is_an_error() -> None:
         check(found, {"kl_mean": ("<= 1", "error")})
     with pytest.raises(RecipeError, match="measured are none"):
         check(figures(None), {"perplexity": ("<= 1", "warn")})
-
-
-@pytest.mark.parametrize(("limit", "on", "message"), [("about one", "error", "no limit"), ("<= 1", "fatal", "error, warn, off")])
-def test_malformed(limit: str, on: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        check(figures(evaluation()), {"kl_mean": (limit, on)})
-
-
-def test_asked_before_the_run() -> None:
-    gates = {"size_ratio": "<= 1", "kl_mean": "<= 1"}
-    assert unmeasurable(gates, evaluates=True) is None
-    assert "gates.kl_mean: nothing measures it" in str(unmeasurable(gates, evaluates=False))
-    assert unmeasurable({"size_ratio": "<= 1"}, evaluates=False) is None
-    assert "gates.perplexty: no such figure; allowed are perplexity" in str(unmeasurable({"perplexty": "<= 1"}, evaluates=True))

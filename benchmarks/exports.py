@@ -187,7 +187,7 @@ def read_back(format_name: str, paths: list[Path], folder: Path, artifact: Model
     if any(s.activations is not None for s in artifact.schemes.values()):
         reference = TransformersEngine(artifact)
         if format_name == "onnx":
-            found.append(verify_execution(read(folder), artifact, reference, prompts))
+            found.append(verify_execution(read(folder), reference, prompts))
             found = [onnx_rows.explained(v, folder, artifact, prompts, scratch) if v.engine == "onnxruntime" else v for v in found]
         else:
             found.append(verify_in_engine(format_name, folder, artifact, reference, prompts))

@@ -138,7 +138,7 @@ def _refuse_unavailable(recipe: Recipe, model: Model) -> None:
 
 
 def _layers(recipe: Recipe, model: Model, blocks: BlockModel, quantizer: Quantizer | None, chosen: Mapping[str, Scheme]) -> tuple[tuple[LayerPlan, ...], list[str]]:
-    shapes = linear_shapes(model, blocks)
+    shapes = linear_shapes(blocks)
     section = recipe.quantize
     for field, patterns in (("ignore", section.ignore), ("overrides", [o.match for o in section.overrides])):
         for pattern in patterns:
@@ -240,7 +240,7 @@ def _workers(recipe: Recipe, needed: frozenset[str], options: Options, notes: li
     return asked
 
 
-def linear_shapes(model: Model, blocks: BlockModel) -> dict[str, tuple[int, int]]:
+def linear_shapes(blocks: BlockModel) -> dict[str, tuple[int, int]]:
     """`(out, in)` of every linear by module name: blocks first (in each the routers of experts, which are not always linears), the output head last."""
     shapes: dict[str, tuple[int, int]] = {}
     for index in range(blocks.num_blocks):

@@ -8,7 +8,6 @@ import torch
 
 from qforge import __version__
 from qforge.models.model import Model
-from qforge.runtime.decoder import supports
 from qforge.runtime.llm import LLM
 from qforge.runtime.sequence import SamplingParams
 
@@ -35,11 +34,6 @@ class RuntimeEngine:
         )  # fmt: skip
         said = [f"{activations} activations"] * (activations != "fp") + ["fp8 keys and values"] * (self._llm.kv_cache == "fp8") + [f"on {device}"] * (device != "cpu")
         self.name = f"qforge ({', '.join(said)})" if said else "qforge"
-
-    @staticmethod
-    def supports(model: Model) -> str | None:
-        """None if the runtime runs this model; otherwise the reason why not. Reads no weights."""
-        return supports(model.spec)
 
     def score(self, windows: list[list[int]]) -> Iterator[torch.Tensor]:
         """See `Scorer.score`."""

@@ -74,7 +74,7 @@ def verify_onnx(folder: Path, model: Model, scorer: Scorer, prompts: Sequence[Se
     reason = onnx_runtime.missing()
     if reason is not None:
         return [], [f"{onnx_runtime.NAME}: {reason}"]
-    done = [verify_weights(stored, model), verify_execution(stored, model, scorer, prompts)]
+    done = [verify_weights(stored, model), verify_execution(stored, scorer, prompts)]
     try:
         done.append(verify_greedy(folder, scorer, prompts))
     except MissingCapabilityError as e:
@@ -162,7 +162,7 @@ def _equal(found: TensorProto, model: Model, name: str) -> bool:
     return np.array_equal(values, (tensor.float() + offset).numpy().astype(values.dtype))
 
 
-def verify_execution(stored: Stored, model: Model, scorer: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:
+def verify_execution(stored: Stored, scorer: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:
     """Divergence of ONNX Runtime's next-token distributions from the scorer's.
 
     Raises:

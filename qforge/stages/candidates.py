@@ -82,7 +82,7 @@ def candidates(recipe: Recipe, model: Model, blocks: BlockModel) -> Candidates |
     """
     if recipe.quantize.method[-1] != "auto":
         return None
-    by_name = {name: (shape, *by_hand(recipe, name)) for name, shape in linear_shapes(model, blocks).items() if name not in blocks.routers}
+    by_name = {name: (shape, *by_hand(recipe, name)) for name, shape in linear_shapes(blocks).items() if name not in blocks.routers}
     free = {name: shape for name, (shape, scheme, reason) in by_name.items() if scheme is None and reason is None}
     if not free:
         raise RecipeError("quantize: every linear layer is ignored or overridden, so that nothing is left to choose; use method: gptq")

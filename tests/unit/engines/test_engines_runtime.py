@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from qforge.engines.base import Scorer, chunks
 from qforge.engines.runtime_engine import RuntimeEngine
 from qforge.models.model import open_model
+from qforge.runtime.decoder import supports
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,6 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
     assert (torch.cat(pieces) - wanted).abs().max() < 1e-4
 
 
-def test_supports_reads_no_weights(tmp_path: Path) -> None:
-    assert RuntimeEngine.supports(open_model(str(tiny.make(tmp_path / "a")))) is None
-    assert "does not list" in str(RuntimeEngine.supports(open_model(str(tiny.make(tmp_path / "b", "olmo2")))))
+def test_whether_the_runtime_runs_a_model_is_known_without_weights(tmp_path: Path) -> None:
+    assert supports(open_model(str(tiny.make(tmp_path / "a"))).spec) is None
+    assert "does not list" in str(supports(open_model(str(tiny.make(tmp_path / "b", "olmo2"))).spec))

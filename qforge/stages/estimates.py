@@ -15,6 +15,7 @@ from qforge.calibration.room import BUDGET
 from qforge.calibration.tuning import STEP_TOKENS
 from qforge.errors import RecipeError
 from qforge.methods import native
+from qforge.methods.gptq import GPTQ
 from qforge.models.blocks import BlockModel
 from qforge.plan import Plan
 
@@ -133,10 +134,9 @@ def _block(plan: Plan, blocks: BlockModel) -> _Block:
     for p in layers:
         by_module.setdefault(p.name.rpartition(".")[0], []).append((p.in_features, blocks.experts.get(p.name, 1.0)))
     inputs = [given for all_given in by_module.values() for given in ([*dict.fromkeys(all_given[:-1]), all_given[-1]])]
-    solves = plan.quantizer is not None and plan.quantizer.name in ("gptq", "signround", "auto")
-    tuned = plan.quantizer is not None and plan.quantizer.name == "signround"
     streams = 1 if plan.needs.isdisjoint({"cross", "targets"}) else 2
-    return _Block([(p.out_features, p.in_features, blocks.experts.get(p.name, 1.0)) for p in layers], inputs, streams, solves, plan.options.steps if tuned else 0)
+    shapes = [(p.out_features, p.in_features, blocks.experts.get(p.name, 1.0)) for p in layers]
+    return _Block(shapes, inputs, streams, isinstance(plan.quantizer, GPTQ), plan.options.steps if "targets" in plan.needs else 0)
 
 
 def _kept_bytes(block: _Block, hidden: int) -> int:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from qforge import numerics
-from qforge.methods import Options, Stats, find, find_tuner
+from qforge.methods import Options, Stats, available, find, find_transforms, find_tuner
+from qforge.methods.gptq import GPTQ
 from qforge.methods.signround import SignRound
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
@@ -101,3 +102,13 @@ def test_it_says_what_it_can_do() -> None:
         assert (SignRound().supports(parse(scheme)) is None) == fine, scheme
     assert {"targets", "cross", "hessian"} <= SignRound().needs(Options())
     assert "outputs" in SignRound().needs(Options(fisher=True))
+
+
+@pytest.mark.parametrize("name", available())
+def test_estimates_tell_methods_by_what_they_are(name: str) -> None:
+    """Whoever asks for the unquantized blocks' outputs tunes blocks; who solves is of GPTQ's kind, which not all are that ask for Hessians (AWQ)."""
+    quantizer, transforms = find(name), find_transforms(name)
+    needs = frozenset().union(*(m.needs(Options()) for m in (quantizer, *transforms) if m is not None))
+    assert ("targets" in needs) == (find_tuner(name) is not None)
+    assert isinstance(quantizer, GPTQ) == (name in ("gptq", "signround", "auto"))
+    assert isinstance(quantizer, GPTQ) == ("hessian" in needs) or name == "awq"

@@ -27,9 +27,10 @@ import torch
 from ggml import Ggml
 
 from qforge import numerics
+from qforge.machine_limits import default_threads
 from qforge.ops.memory import Arena
 from qforge.ops.native import NativeBf16, NativeKernel, NativeRounded, bytes_of
-from qforge.ops.native_module import context, default_threads, instruction_sets
+from qforge.ops.native_module import context, instruction_sets
 from qforge.ops.native_weight import NativeWeight
 from qforge.runtime.read_speed import far_bytes, last_level_cache
 from qforge.scheme import parse

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from qforge import report
 from qforge.errors import OutputError, RecipeError
 from qforge.evaluate import power
 from qforge.files import LOCK, lock, readable_errors, write_text
+from qforge.machine_limits import default_threads
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model, open_model
 from qforge.plan import Plan, make_plan
@@ -48,7 +48,7 @@ def plan(recipe: Recipe | str | Path, *, out: str | Path | None = None, override
         QforgeError: what `quantize` would refuse before it starts.
     """
     recipe = _loaded(recipe, overrides)
-    torch.set_num_threads(recipe.run.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(recipe.run.threads or default_threads())
     _, merged, model = open_models(recipe)
     blocks = BlockModel(model)
     choices = candidates(recipe, model, blocks)
@@ -89,7 +89,7 @@ def quantize(
     return_freed_memory(sparing=recipe.run.memory_limit is not None)
     meter = Meter()
     out = _out(recipe, out)
-    torch.set_num_threads(recipe.run.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(recipe.run.threads or default_threads())
     with meter.stage("open"):
         base, merged, model = open_models(recipe)
         blocks = BlockModel(model)

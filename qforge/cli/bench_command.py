@@ -84,7 +84,8 @@ def _measure(model: str, kinds: list[str], kv_cache: str | None, device: options
 
 def _machine(bandwidths: list[float]) -> dict[str, Any]:
     """Versions and machine, and how fast its memory was read each time."""
-    from qforge.ops.native_module import default_threads, instruction_sets
+    from qforge.machine_limits import default_threads
+    from qforge.ops.native_module import instruction_sets
     from qforge.runtime.read_speed import last_level_cache
     from qforge.stages.outcome import environment
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import shutil
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qforge import __version__
+from qforge.machine_limits import default_threads, memory_limit
 
 _FEATURES = ("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve")
 _SCHEMES = ("int4-g128-sym", "int8-channel-sym", "w8a8-int8", "fp8-dynamic", "nf4")
@@ -67,7 +67,7 @@ def describe_machine() -> dict[str, Any]:
         "qforge_version": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": {"model": _cpu_model(), "architecture": platform.machine(), "cores": _cores(), "features": cpu_features()},
+        "cpu": {"model": _cpu_model(), "architecture": platform.machine(), "cores": default_threads(), "features": cpu_features()},
         "memory": _memory(),
         "disk": {"folder": ".", "free_bytes": shutil.disk_usage(".").free, "total_bytes": shutil.disk_usage(".").total},
         "gpus": _gpus(),
@@ -138,11 +138,6 @@ def _gpus() -> list[dict[str, Any]]:
     return [{"name": p.name, "memory_bytes": p.total_memory, "compute_capability": f"{p.major}.{p.minor}"} for p in found]
 
 
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _cpu_model() -> str:
     return _proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
@@ -150,16 +145,7 @@ def _cpu_model() -> str:
 def _memory() -> dict[str, int | None]:
     """Bytes: of the machine, free for new work, and the limit of the container (None without one)."""
     total, available = (_proc_field("/proc/meminfo", field).split() for field in ("MemTotal", "MemAvailable"))
-    limits = [_number(Path(p)) for p in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")]
-    limit = min((n for n in limits if n is not None and n < 1 << 60), default=None)
-    return {"total_bytes": int(total[0]) * 1024 if total else None, "available_bytes": int(available[0]) * 1024 if available else None, "limit_bytes": limit}
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
+    return {"total_bytes": int(total[0]) * 1024 if total else None, "available_bytes": int(available[0]) * 1024 if available else None, "limit_bytes": memory_limit()}
 
 
 def _proc_field(path: str, field: str) -> str:

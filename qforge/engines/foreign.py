@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import numpy as np
 
 from qforge.errors import MissingCapabilityError, ModelError
 from qforge.files import cache_folder
+from qforge.machine_limits import default_threads
 
 
 def interpreter(package: str, environment: str) -> Path | None:
@@ -47,7 +47,7 @@ def ask(python: Path, adapter: Path, request: Mapping[str, Any], *, engine: str,
     """
     with tempfile.TemporaryDirectory(prefix="qforge-engine-") as folder:
         written, output = Path(folder) / "request.json", Path(folder) / "output.bin"
-        written.write_text(json.dumps({"threads": len(os.sched_getaffinity(0)), **request, "model": str(model.resolve()), "output": str(output)}))
+        written.write_text(json.dumps({"threads": default_threads(), **request, "model": str(model.resolve()), "output": str(output)}))
         try:
             done = subprocess.run([str(python), "-I", str(adapter), str(written)], capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False)
         except subprocess.TimeoutExpired as e:
@@ -70,7 +70,7 @@ def stream(python: Path, adapter: Path, request: Mapping[str, Any], *, engine: s
     """
     with tempfile.TemporaryDirectory(prefix="qforge-engine-") as folder, (Path(folder) / "log").open("w+b") as log:
         written = Path(folder) / "request.json"
-        written.write_text(json.dumps({"threads": len(os.sched_getaffinity(0)), **request, "model": str(model.resolve())}))
+        written.write_text(json.dumps({"threads": default_threads(), **request, "model": str(model.resolve())}))
         process = subprocess.Popen([str(python), "-I", str(adapter), str(written)], stdout=subprocess.PIPE, stderr=log)
         assert process.stdout is not None
         pipe = process.stdout

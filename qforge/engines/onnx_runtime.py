@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 
 from qforge.engines.base import chunks
 from qforge.errors import MissingCapabilityError, ModelError
+from qforge.machine_limits import default_threads
 
 NAME, GENAI = "onnxruntime", "onnxruntime-genai"
 MODEL = "model.onnx"
@@ -54,7 +54,7 @@ def session(model: str | bytes, entries: Mapping[str, str] = MappingProxyType({}
     options.log_severity_level = 4
     if not optimized:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
+    options.intra_op_num_threads = threads or default_threads()
     for key, value in {"session.intra_op.allow_spinning": "0", **entries}.items():
         options.add_session_config_entry(key, value)
     try:

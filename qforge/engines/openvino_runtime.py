@@ -6,7 +6,6 @@ Letters: S new tokens, T = cached + new, V vocabulary.
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 from qforge.engines.base import chunks
 from qforge.errors import MissingCapabilityError, ModelError
+from qforge.machine_limits import default_threads
 
 NAME = "openvino"
 MODEL = "openvino_model.xml"
@@ -60,7 +60,7 @@ def compiled(model: Any, *, exact: bool = True, threads: int | None = None) -> A
     """
     import openvino
 
-    settings = {"INFERENCE_NUM_THREADS": str(threads or len(os.sched_getaffinity(0))), **(EXACT if exact else {})}
+    settings = {"INFERENCE_NUM_THREADS": str(threads or default_threads()), **(EXACT if exact else {})}
     try:
         return openvino.Core().compile_model(model, "CPU", settings)
     except RuntimeError as e:

@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 from qforge.errors import MissingCapabilityError
+from qforge.machine_limits import default_threads
 
 _log = logging.getLogger(__name__)
 
@@ -27,11 +28,6 @@ def module() -> Any | None:
 def missing() -> str | None:
     """Why no native kernel runs here; None if they do."""
     return None if module() is not None else "the native module qforge.ops._native was not built"
-
-
-def default_threads() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def instruction_sets() -> list[str]:

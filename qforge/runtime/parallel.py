@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qforge.errors import MissingCapabilityError, UnsupportedError
-from qforge.ops.native_module import default_threads
+from qforge.machine_limits import default_threads
 from qforge.runtime.opening import Opened, of_model
 from qforge.runtime.running import How, Limits, Running, blocks_for, running
 from qforge.runtime.sequence import Draw

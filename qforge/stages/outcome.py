@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,6 +13,7 @@ import transformers
 
 from qforge import __version__
 from qforge.evaluate import gates
+from qforge.machine_limits import default_threads
 from qforge.models.model import Model
 from qforge.plan import Plan
 from qforge.recipe import Recipe
@@ -117,7 +117,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": cpu,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": default_threads(),
         "threads": torch.get_num_threads(),
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 
 import pytest
 from click.testing import CliRunner
@@ -13,13 +12,14 @@ from qforge.cli import machine
 from qforge.cli.doctor_command import report
 from qforge.cli.main import cli
 from qforge.errors import MissingCapabilityError
+from qforge.machine_limits import default_threads
 
 
 def test_json_says_everything() -> None:
     result = CliRunner().invoke(cli, ["doctor", "--json"], catch_exceptions=False)
     said = json.loads(result.stdout)
     assert said["ready"] is True
-    assert said["cpu"]["cores"] == len(os.sched_getaffinity(0))
+    assert said["cpu"]["cores"] == default_threads()
     assert 0 < said["memory"]["available_bytes"] <= said["memory"]["total_bytes"]
     assert said["disk"]["free_bytes"] > 0
     versions = {p["name"]: p["version"] for p in said["packages"]}

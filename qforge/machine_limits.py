@@ -1,0 +1,59 @@
+"""How many cores and how much memory this process may use: what the machine has, or what a container leaves of it (Linux's cgroups, versions 1 and 2). Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+_UNLIMITED = 1 << 60  # version 1 tells of no limit by the largest number of pages
+
+
+def default_threads(root: Path = ROOT) -> int:
+    """Cores that this process may use: those that it may run on, and no more than a container's quota of time pays for (a part of a core counts as one)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([cores, *_quotas(root)]))
+
+
+def available_memory(root: Path = ROOT) -> int:
+    """Bytes that this process may use at most: the machine's memory, or a container's limit where that is less."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(physical, memory_limit(root) or physical)
+
+
+def memory_limit(root: Path = ROOT) -> int | None:
+    """Bytes that a container leaves to this process; None without a limit."""
+    found = [_words(group / "memory.max") or _words(group / "memory.limit_in_bytes") for group in _groups(root, "memory")]
+    sizes = [int(words[0]) for words in found if words and words[0].isdecimal()]
+    return min((n for n in sizes if 0 < n < _UNLIMITED), default=None)
+
+
+def _quotas(root: Path) -> Iterator[int]:
+    """Cores that each group's quota of time pays for; nothing of groups without one (`max`, -1)."""
+    for group in _groups(root, "cpu"):
+        words = _words(group / "cpu.max") or [*_words(group / "cpu.cfs_quota_us"), *_words(group / "cpu.cfs_period_us")]
+        if len(words) == 2 and all(w.isdecimal() and int(w) for w in words):
+            quota, period = map(int, words)
+            yield -(-quota // period)
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of the groups that this process is in, outer ones included: each may have a limit. What a container sees of its own is the roots, whatever /proc names."""
+    mounted = root / "sys/fs/cgroup"
+    yield mounted
+    yield mounted / controller
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            parts = Path(path).parts[1:]
+            if (not controllers or controller in controllers.split(",")) and ".." not in parts:
+                yield from ((mounted / controller if controllers else mounted).joinpath(*parts[:depth]) for depth in range(1, len(parts) + 1))
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -37,6 +38,18 @@ def test_json_says_everything() -> None:
 def test_the_required_packages_are_those_that_the_package_declares() -> None:
     declared = {r.split(">")[0].split("<")[0].strip().lower() for r in importlib.metadata.requires("qforge") or [] if "extra ==" not in r}
     assert {p.name for p in machine.find_packages() if p.required} == declared
+
+
+def test_the_optional_packages_are_those_of_the_extras() -> None:
+    extras: dict[str, set[str]] = {}
+    for requirement in importlib.metadata.requires("qforge") or []:
+        for extra in re.findall(r'extra == "([\w-]+)"', requirement):
+            extras.setdefault(extra, set()).update(re.findall(r"^[\w.-]+", requirement))
+    told = {p.name: p.get for p in machine.find_packages() if not p.required}
+    assert set().union(*(packages for extra, packages in extras.items() if extra != "dev")) == set(told) - {"peft"}  # of the tests
+    for name, get in told.items():
+        named = re.fullmatch(r"pip install 'qforge\[([\w-]+)\]'", get)
+        assert get == f"pip install {name}" if named is None else name in extras[named[1]], get
 
 
 def test_what_is_missing_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ QforgeError                      2   something the user gave is wrong
 |-- DataError                    2   a calibration or evaluation text is missing, empty or malformed
 |-- OutputError                  2   the output folder cannot be written, is locked, or the disk is full
 |-- UnsupportedError             2   a combination that we know and refuse (the reason is in the message)
+|   `-- NotOnRuntimeError        2   the built-in runtime does not run this model; transformers may
 |-- NumericalError               2   weights or statistics from which no sound result can be computed
 `-- MissingCapabilityError       3   this machine lacks something (GPU, package, network): what, and how to get it
 

@@ -39,8 +39,8 @@ class LLM:
             sides rounded: fastest for many rows on a CPU with AMX; elsewhere the same as `int16`).
         threads: of the native kernels; None: every core this process may use.
         block_size: tokens of a cache block, a multiple of 16.
-        num_blocks: cache blocks; None: room for `max_num_seqs` full contexts, at most 2 GiB (or one full context, where half of this machine's memory holds it), on a GPU at
-            most what is free.
+        num_blocks: cache blocks; None: room for `max_num_seqs` full contexts, at most 2 GiB (or one full context, if that is more) and at most half of the memory that this
+            machine, or a container's limit, has; on a GPU at most what is free.
         max_num_seqs: most sequences that run at once; None: 32, on a GPU 128.
         max_step_tokens: most tokens of one step; longer prompts are computed in pieces. None: 384, on a GPU 2048.
         kv_cache: how keys and values are stored: `fp32` (results equal the reference), `fp16` or `bf16` (half the memory; bf16 is multiplied in bf16 too, fast where the CPU can),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qforge.errors import MissingCapabilityError, UnsupportedError
+from qforge.machine_limits import available_memory
 from qforge.ops.native_cache import CACHE_TYPES, bytes_per_token
 from qforge.ops.native_module import missing
 from qforge.runtime.native_decoder import NativeDecoder
@@ -133,8 +133,8 @@ def blocks_for(opened: Opened, where: Limits, kv_cache: str | None) -> int:
         return where.num_blocks
     context, block = -(-opened.spec.max_positions // where.block_size), where.block_size * token_bytes(opened, kv_cache)
     if opened.place is None:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return max(1, min(where.max_num_seqs * context, max(_CACHE_BYTES, min(context * block, memory // 2)) // block))
+        room = min(max(_CACHE_BYTES, context * block), available_memory() // 2)
+        return max(1, min(where.max_num_seqs * context, room // block))
     from qforge.runtime import gpu_cache
 
     blocks = min(where.max_num_seqs * context, gpu_cache.room(opened.place.device) // block)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from tolerances import LOGITS
 
 from qforge.errors import DataError, ModelError, UnsupportedError
 from qforge.ops.native_module import context
-from qforge.runtime import LLM, SamplingParams
+from qforge.runtime import LLM, SamplingParams, running
 from qforge.runtime.decoder import Decoder
 from qforge.runtime.loader import read
 from qforge.runtime.native_decoder import NativeDecoder
@@ -177,13 +176,16 @@ def test_a_cache_beyond_all_memory_is_named(blocks: int) -> None:
         LLM(model("llama"), num_blocks=blocks)
 
 
-def test_a_context_beyond_half_of_the_memory_leaves_a_cache_that_fits() -> None:
-    """By default; a request for more than it has is refused, and others run."""
+@pytest.mark.parametrize("limit", [None, 2**28])
+def test_a_context_beyond_half_of_the_memory_leaves_a_cache_that_fits(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the machine's, or of a container's limit. By default; a request for more than it has is refused, and others run."""
     whole = model("llama")
+    if limit is not None:
+        monkeypatch.setattr(running, "available_memory", lambda: limit)
     assert whole.spec is not None
     llm = LLM(replace(whole, spec=replace(whole.spec, max_positions=2**36)))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0.99 < llm.num_blocks * 16 * llm.cache_token_bytes / max(2**31, memory // 2) <= 1
+    memory = running.available_memory()
+    assert 0.99 < llm.num_blocks * 16 * llm.cache_token_bytes / (memory // 2) <= 1
     with pytest.raises(DataError, match="needs 4294967296 cache blocks of 16 tokens, and the pool has"):
         llm.generate(["a"], SamplingParams(max_tokens=2**36))
     assert len(llm.generate(["a"], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3

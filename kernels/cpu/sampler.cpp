@@ -2,6 +2,7 @@
 #include "qforge/sampler.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "weights.inl"
 
@@ -116,15 +117,14 @@ int64_t most_likely(const float *logits, int64_t vocabulary) {
         if (here > largest) found = first;
         largest = std::max(largest, here);
     }
-    const float *at = std::find(logits + found, logits + vocabulary, largest);
-    return at == logits + vocabulary ? 0 : at - logits;
+    return std::isfinite(largest) ? std::find(logits + found, logits + vocabulary, largest) - logits : -1;
 }
 
 double weight_sum_portable(const float *logits, int64_t n, double largest, double inverse) { return sum_of_weights(logits, n, largest, inverse); }
 
 int64_t draw(const float *logits, int64_t vocabulary, const Sampling &s, std::vector<Candidate> &room, WeightSum sum) {
     const int64_t first = most_likely(logits, vocabulary);
-    if (s.temperature == 0) return first;
+    if (first < 0 || s.temperature == 0) return first;
     const Weighing weight{logits[first], 1 / s.temperature};
     const double total = s.top_k > 0 ? 0 : sum(logits, vocabulary, weight.largest, weight.inverse);
     for (const double near : kNear) {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 
-from qforge.errors import DataError
+from qforge.errors import DataError, ModelError
 from qforge.runtime.blocks import BlockPool
 from qforge.runtime.cache_turn import CacheTurn
 from qforge.runtime.detokenize import Detokenizer
@@ -82,7 +82,7 @@ class Engine:
         """One step; returns each sequence that got a token, and the token (one that got several comes several times). Empty when nothing is left to do.
 
         Raises:
-            Exception: the tokenizer could not turn a request's tokens into text; that request is then cancelled, and the others have their tokens.
+            ModelError: a request's logits are not finite. It is then cancelled, and the others have their tokens; so it is with whatever the tokenizer raises.
         """
         with self._lock:
             pieces = self.scheduler.schedule(self._guess if self._most_guesses else None)
@@ -148,6 +148,10 @@ class Engine:
         if sequence.finish_reason is not None:
             return []  # cancelled by a signal's handler, while it was computed
         right = next((i for i, token in enumerate(draft) if token != found[i]), len(draft))
+        if min(found[: right + 1]) < 0:
+            raise ModelError(
+                "the model's logits are not finite: its weights are damaged (`qforge inspect --check` tells), or its activations overflow; another kind of activations may not"
+            )
         for count, token in enumerate(found[: right + 1], 1):
             sequence.tokens.append(token)
             self._finish_if_done(sequence, token)

@@ -9,9 +9,10 @@ from qforge.runtime.sequence import Draw, SamplingParams
 
 
 def sample(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
-    """The token of each draw from its row of fp32 logits `[L, V]`."""
-    best: list[int] = logits.argmax(-1).tolist()
-    return [best[i] if d.params.temperature == 0 else draw(logits[i], *d) for i, d in enumerate(draws)]
+    """The token of each draw from its row of fp32 logits `[L, V]`; -1 where the largest is not finite."""
+    best = logits.argmax(-1, keepdim=True)
+    finite = logits.gather(-1, best).isfinite()[:, 0].tolist()
+    return [-1 if not fine else int(best[i]) if d.params.temperature == 0 else draw(logits[i], *d) for i, (d, fine) in enumerate(zip(draws, finite, strict=True))]
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) -> int:

@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from the commands, JSON Schemas from dataclasses, tables from results; with --check says what is not current (exit code 1 where something is)."""
+"""Writes docs/cli.md from the commands, JSON Schemas from dataclasses, tables and sentences from results; --check says what is not current (exit code 1 if anything is)."""
 
 from __future__ import annotations
 

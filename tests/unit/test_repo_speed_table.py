@@ -81,9 +81,8 @@ def test_every_saved_comparison_is_on_the_page_of_figures(module: Any) -> None:
     """A result that nobody reads would go stale unseen."""
     marked = module("marked")
     shown = {path for found in marked.MARKED.finditer((DOCS / "figures.md").read_text()) for pattern in found[3].split() for path in marked.results(pattern)}
-    saved = {path for name in ("llama_cpp", "openvino", "vllm", "quantizers", "eight_bits") for path in marked.RESULTS.glob(f"vs_{name}-*.json")} | set(
-        marked.RESULTS.glob("kernel_int4-*.json")
-    )
+    names = (*(f"vs_{name}" for name in ("llama_cpp", "openvino", "vllm", "quantizers", "eight_bits")), "kernel_int4", "startup")
+    saved = {path for name in names for path in marked.RESULTS.glob(f"{name}-*.json")}
     assert len(saved) > 20
     assert saved <= shown
 
@@ -98,3 +97,35 @@ def test_kernels_are_told_with_what_their_share_is_of(module: Any) -> None:
     assert table({"kernel_int4-zen4": found}).splitlines()[2:] == ["| Zen 4; avx2 | 2048 | 80% (best of each) | 2.5 | 1.2 | 2026-11-29 |"]
     rows[0]["read_share"] = 0.9
     assert table({"kernel_int4-zen4": found}).splitlines()[2:] == ["| Zen 4; avx2 | 2048 | 90% | 2.5 | 1.2 | 2026-11-29 |"]
+
+
+def test_kernels_in_short_are_the_least_and_the_most_of_the_table(module: Any) -> None:
+    def found(shares: dict[str, tuple[float, float]], faster: dict[str, tuple[float, float]]) -> dict[str, Any]:
+        rows = [{"kernel": "llama.cpp Q4_0", "size": size, "rows": 32, "microseconds": 100.0} for size in (2048, 4096)]
+        for isa in shares:
+            for i, size in enumerate((2048, 4096)):
+                rows += [{"kernel": f"int{bits} activations, {isa}", "size": size, "rows": 32, "microseconds": 100 / faster[isa][i]} for bits in (8, 16)]
+                rows.append({"kernel": f"int8 activations, {isa}", "size": size, "rows": 1, "microseconds": 1.0, "read_share": shares[isa][i]})
+        return {"machine": f"CPU, {', '.join(shares)}", "date": "2026-11-29", "rows": rows}
+
+    results = {
+        "kernel_int4-zen4": found({"avx512-vnni": (0.9, 0.7), "avx2": (0.8, 0.5)}, {"avx512-vnni": (6.0, 4.0), "avx2": (2.5, 2.5)}),
+        "kernel_int4-zen3": found({"avx2": (0.6, 1.02)}, {"avx2": (2.5, 2.5)}),
+    }
+    said = module("kernel_table").sentence(results)
+    assert "at 70 to 90 % of the speed of a plain read of memory (with AVX2 alone 50 to 102 %)" in said
+    assert said.endswith("at 4.0 to 6.0 times the rate of llama.cpp's kernel (with AVX2 alone 2.5).")
+
+
+def test_starts_are_medians_and_shares_of_theirs(module: Any) -> None:
+    def found(ours: float) -> dict[str, Any]:
+        rounds = [[{"new": ours * i, "warm": 20.0, "request": 5.0}, {"new": 500.0 * i, "warm": 80.0, "request": 10.0}] for i in (1, 2, 3)]
+        return {"rounds": rounds, "environment": {"date": "2026-11-29"}}
+
+    results = {"startup-smollm2-zen3": found(300), "startup-smollm2-xeon": found(200)}
+    assert module("startup_table").table(results).splitlines()[2:] == [
+        "| SmolLM2-135M | Xeon with AMX | 400 (0.40) | 20 (0.25) | 5 (0.50) | 2026-11-29, 3 rounds |",
+        "| SmolLM2-135M | Zen 3 | 600 (0.60) | 20 (0.25) | 5 (0.50) | 2026-11-29, 3 rounds |",
+    ]
+    said = module("startup_table").sentence(results)
+    assert said == "SmolLM2-135M: a new process has its first token in .40 to .60 of llama.cpp's time, one that has had the model open before in .25."

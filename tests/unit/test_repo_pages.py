@@ -46,6 +46,13 @@ def test_links_lead_somewhere_and_verbs_exist(page: Path) -> None:
         assert verb in VERBS, verb
 
 
+def test_the_seams_are_where_the_page_says() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `([\w/]+\.py)` \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    assert len(rows) > 20
+    for name, file in rows:
+        assert re.search(rf"^(class|def) {name}\b", (ROOT / "qforge" / file).read_text(), re.MULTILINE), name
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
 def test_shipped_recipes_are_valid_and_their_files_exist(recipe: Path) -> None:
     loaded = load_recipe(recipe)

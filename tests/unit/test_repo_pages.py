@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,16 @@ def test_the_seams_are_where_the_page_says() -> None:
     assert len(rows) > 20
     for name, file in rows:
         assert re.search(rf"^(class|def) {name}\b", (ROOT / "qforge" / file).read_text(), re.MULTILINE), name
+
+
+def test_the_page_of_kernels_names_every_file() -> None:
+    """By itself, or as one of `linear_*.cpp`."""
+    page = (ROOT / "kernels" / "README.md").read_text()
+    named = re.findall(r"[\w*]+\.(?:cpp|h|inl)\b", page)
+    for path in (p for p in (ROOT / "kernels").rglob("*.*") if p.suffix in (".cpp", ".h", ".inl")):
+        assert any(fnmatch(path.name, n) for n in named), path.name
+    for name in named:
+        assert any((ROOT / "kernels").rglob(name)) or any((ROOT / "tests" / "native").glob(name)), name
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)

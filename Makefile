@@ -9,7 +9,7 @@ PIP_ARGS ?=
 WORKERS ?= 2
 TORCH := torch==2.13.0
 BIN := .venv/bin
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest -rs -n $(WORKERS) --dist worksteal
 ENGINES := $(or $(QFORGE_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qforge)/engines
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS)
 READY := .venv/.qforge-packages
@@ -42,12 +42,12 @@ demo: setup
 
 test: setup $(GPU)
 	$(PYTEST)
-	$(GPU)/bin/python -m pytest tests/unit/ops/test_ops_triton.py tests/unit/runtime/test_runtime_gpu.py
+	$(GPU)/bin/python -m pytest -rs tests/unit/ops/test_ops_triton.py tests/unit/runtime/test_runtime_gpu.py
 	$(GPU)/bin/python benchmarks/triton_budget.py --jobs $(WORKERS)
 
 test-slow: setup $(EVAL)
 	$(PYTEST) -m 'slow and not gpu'
-	$(EVAL)/bin/python -m pytest -m slow tests/flow/test_flow_tasks.py
+	$(EVAL)/bin/python -m pytest -rs -m slow tests/flow/test_flow_tasks.py
 
 # What .venv has, and triton: installed there it would be imported, and held in memory, by transformers.
 $(GPU): $(READY)

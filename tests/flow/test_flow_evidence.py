@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import tiny
 import torch
 from gguf import GGUFWriter
 from peft import LoraConfig, get_peft_model
+from real_models import STORIES, needs_stories
 from safetensors.torch import load_file, save_file
 from test_flow_quantize import prose, write_recipe
 from transformers import AutoModelForCausalLM
@@ -221,10 +221,7 @@ def german(seed: int, words: int) -> str:
     return " ".join(rng.choice(frequent) if rng.random() < 0.6 else rng.choice(rare) for _ in range(words))
 
 
-STORIES = Path(os.environ.get("QFORGE_STORIES15M", "stories15M"))
-
-
-@pytest.mark.parametrize("kind", ["tiny", pytest.param("stories15M", marks=pytest.mark.skipif(not STORIES.is_dir(), reason="QFORGE_STORIES15M names no folder"))])
+@pytest.mark.parametrize("kind", ["tiny", pytest.param("stories15M", marks=needs_stories)])
 def test_a_calibration_text_in_another_language(tmp_path: Path, kind: str) -> None:
     """The divergence is worse than with honest text; the comparison says that the text changed and what is wrong with it; the run warns, and its report gives that as a reason."""
     if kind == "tiny":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from real_models import STORIES, needs_stories
 from test_flow_quantize import prose, write_recipe
 from transformers import AutoModelForCausalLM
 
@@ -33,8 +33,7 @@ from qforge.text.documents import documents
 from qforge.text.windows import EvaluationWindows, evaluation_windows
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")]
-STORIES = Path(os.environ.get("QFORGE_STORIES15M", "stories15M"))
-MODELS = ["tiny", pytest.param("stories15M", marks=pytest.mark.skipif(not STORIES.is_dir(), reason="QFORGE_STORIES15M names no folder"))]
+MODELS = ["tiny", pytest.param("stories15M", marks=needs_stories)]
 
 
 @pytest.fixture(scope="module", params=MODELS)

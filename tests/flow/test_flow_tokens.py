@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 import unicodedata
 from pathlib import Path
 
 import pytest
 import tiny
+from real_models import STORIES, needs_stories
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -19,7 +19,6 @@ from qforge.export.verify_text import verify_text
 from qforge.models.model import open_model
 
 pytestmark = pytest.mark.slow
-STORIES = Path(os.environ.get("QFORGE_STORIES15M", "stories15M"))
 ASCII_CASE = ("gpt-4o", "tekken")  # llama.cpp's own patterns of these know capitals of ASCII only and no combining marks, and split words at others
 SPACES = [" ", "  ", "   ", "\t", "\n", "\r\n", "\n\n", "\n \n", "\u00a0", "\u2003", "\u3000", "\u200b", "\ufeff", "\u2028", "\u0085", "\x0b", " " * 33, "\n" * 17]  # fmt: skip
 WORDS = """the The river HTTPServer camelCase I'm WE'LL don't 'S ’s naïve Straße ŒUVRE ﬁ ǅ İstanbul e\u0301 a\u0300\u0316b русский Ελληνικά עברית العربية हिन्दी ไทย 中文字符
@@ -103,10 +102,8 @@ def exported(tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_stories if name == "stories15M" else ()) for name in TOKENIZERS])
 def test_a_thousand_strings_give_the_same_ids(tmp_path: Path, name: str) -> None:
-    if name == "stories15M" and not STORIES.is_dir():
-        pytest.skip("QFORGE_STORIES15M names no folder with the stories15M model")
     tokenizer = TOKENIZERS[name]()
     texts = [
         t

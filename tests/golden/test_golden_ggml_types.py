@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 import transformers
 import xllamacpp
+from real_models import STORIES, needs_stories
 from test_golden_ggml import dequantized_by_c
 
 from qforge.export.gguf_types import MIXES, tensor_type
@@ -26,7 +26,6 @@ CASES = {
     "narrow": {"layers": 17, "hidden": 96, "intermediate": 256, "heads": 4, "kv_heads": 2, "tied": True},
 }
 K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-STORIES = Path(os.environ.get("QFORGE_STORIES15M", "stories15M"))
 MIXED = json.loads(Path(__file__).with_name("llama_mixes.json").read_text())
 
 
@@ -85,7 +84,7 @@ def test_our_error_is_below_that_of_its_quantizer(kind: str, tails: str) -> None
     assert ratio < 0.995
 
 
-@pytest.mark.skipif(not STORIES.is_dir(), reason="QFORGE_STORIES15M names no folder with the stories15M model")
+@needs_stories
 def test_our_error_is_below_that_of_its_quantizer_on_every_real_tensor() -> None:
     """stories15M's down projections, 768 wide, weighed by the mean squares of what they read in a story."""
     model = transformers.AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)

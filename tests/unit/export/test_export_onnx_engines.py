@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -14,6 +12,7 @@ import tiny
 import torch
 from onnx import TensorProto, helper
 from quantized_models import quantized
+from real_models import STORIES, needs_stories
 
 from qforge import numerics
 from qforge.engines.onnx_runtime import OnnxRuntimeEngine, greedy, session
@@ -28,7 +27,6 @@ from qforge.runtime.llm import LLM, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 20}, "qwen2": {}, "qwen3": {}, "gemma3_text": {"layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 16}}
-STORIES = Path(os.environ.get("QFORGE_STORIES15M", "stories15M"))
 
 
 def opened(tmp_path, family="llama", **options):
@@ -165,7 +163,7 @@ def test_openvino_converts_to_fp8_by_way_of_fp16():
     assert (once[-2:].tolist(), twice[-2:].tolist()) == ([72.0, 64.0], [64.0, 64.0])
 
 
-@pytest.mark.skipif(not STORIES.is_dir(), reason="QFORGE_STORIES15M names no folder with the stories15M model")
+@needs_stories
 @pytest.mark.parametrize(
     ("kind", "text", "bound"),
     [

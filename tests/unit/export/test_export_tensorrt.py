@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from quantized_models import quantized
+from real_models import STORIES, needs_stories
 
 from qforge import pipeline
 from qforge.engines import tensorrt_build
@@ -22,8 +21,6 @@ from qforge.export.onnx import OnnxExporter
 from qforge.export.tensorrt import TensorrtExporter
 from qforge.export.verify import verify
 from qforge.models.model import open_model
-
-STORIES = Path(os.environ.get("QFORGE_STORIES15M", "stories15M"))
 
 
 def opened(tmp_path, family="llama", **options):
@@ -111,7 +108,7 @@ def test_tensorrt_rtx_takes_every_family_and_two_architectures_at_once(tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not STORIES.is_dir(), reason="QFORGE_STORIES15M names no folder with the stories15M model")
+@needs_stories
 @pytest.mark.parametrize("text", ["int4-g32-sym", "int8-channel-sym", "fp8-e4m3-tensor"])
 def test_tensorrt_rtx_builds_a_real_model(tmp_path, monkeypatch, text):
     pytest.importorskip("tensorrt_rtx")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 from gguf import GGUFWriter, RopeScalingType
@@ -12,17 +13,40 @@ from qforge.types import ModelSpec, RopeSpec
 _GEMMA3_PATTERN = 6  # llama.cpp's fixed pattern: every sixth layer sees the whole context
 _GEMMA3_LOCAL_THETA = 10_000.0
 _GEMMA3_27B_LAYERS = 62
+_WITHOUT_BIAS = ("qwen3", "gemma3_text")
+_LLAMA3_ROPE = ("llama", "mistral")  # the others have no tensor rope_freqs
+_YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def metadata_problem(spec: ModelSpec) -> str | None:
-    """What of a model llama.cpp cannot be told; None if it can be told everything."""
-    rope = spec.layer_ropes[-1]
+    """What of a model llama.cpp cannot be told, or would refuse as it loads the file; None if it computes what the model means."""
+    return _family_problem(spec) or _rope_problem(spec) or (_gemma3_problem(spec) if spec.family == "gemma3_text" else None)
+
+
+def _family_problem(spec: ModelSpec) -> str | None:
+    activation = "gelu_pytorch_tanh" if spec.family == "gemma3_text" else "silu"
+    if spec.hidden_act != activation:
+        return f"llama.cpp's {spec.family} has the activation {activation}, and this model's hidden_act is {spec.hidden_act}"
+    if spec.family in _WITHOUT_BIAS and (spec.attention_bias or spec.output_bias):
+        return f"llama.cpp's {spec.family} has no biases in its attention, and this model has them (attention_bias)"
+    return None
+
+
+def _rope_problem(spec: ModelSpec) -> str | None:
+    rope = _global_rope(spec)
     values = dict(rope.parameters)
-    if rope.kind == "yarn" and not math.isclose(values.get("attention_factor", _yarn_attention(values["factor"])), _yarn_attention(values["factor"]), rel_tol=1e-6):
-        return "its YaRN rotary scaling has an attention factor of its own, which GGUF does not hold"
-    if rope.kind == "yarn" and ("mscale" in values or values.get("truncate") == 0.0):
+    if rope.kind == "llama3" and spec.family not in _LLAMA3_ROPE:
+        return f"llama.cpp's {spec.family} has no rotary scaling of the kind llama3"
+    if rope.kind != "yarn":
+        return None
+    if "mscale" in values or values.get("truncate") == 0.0:
         return "its YaRN rotary scaling is a variant that GGUF does not hold"
-    return _gemma3_problem(spec) if spec.family == "gemma3_text" else None
+    for name, default in _YARN_BETAS.items():
+        if values.get(name, default) != default:
+            return f"llama.cpp has {default:g} for {name} of YaRN rotary scaling, whatever a file says, and this model has {values[name]:g}"
+    if spec.family == "gemma3_text" and not math.isclose(_attention_factor(values), 1.0, rel_tol=1e-6):
+        return "its YaRN rotary scaling has an attention factor of its own, which llama.cpp would apply in sliding layers as well"
+    return None
 
 
 def _gemma3_problem(spec: ModelSpec) -> str | None:
@@ -82,8 +106,10 @@ def _context(spec: ModelSpec) -> int:
     return spec.max_positions if spec.family == "gemma3_text" or not windows else min(spec.max_positions, *windows)
 
 
-def _yarn_attention(factor: float) -> float:
-    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+def _attention_factor(values: Mapping[str, float]) -> float:
+    """`rope.scaling.attn_factor` of YaRN: by what the model's attention factor differs from 1 + 0.1 ln(factor), which llama.cpp multiplies it by."""
+    common = 0.1 * math.log(values["factor"]) + 1.0
+    return values.get("attention_factor", common if values["factor"] > 1 else 1.0) / common
 
 
 def _add_rope(writer: GGUFWriter, rope: RopeSpec) -> None:
@@ -97,6 +123,5 @@ def _add_rope(writer: GGUFWriter, rope: RopeSpec) -> None:
         writer.add_rope_scaling_factor(p["factor"])
         if "original_max_position_embeddings" in p:
             writer.add_rope_scaling_orig_ctx_len(int(p["original_max_position_embeddings"]))
-        for key, add in (("beta_fast", writer.add_rope_scaling_yarn_beta_fast), ("beta_slow", writer.add_rope_scaling_yarn_beta_slow)):
-            if key in p:
-                add(p[key])
+        if not math.isclose(_attention_factor(p), 1.0, rel_tol=1e-6):
+            writer.add_rope_scaling_attn_factors(_attention_factor(p))

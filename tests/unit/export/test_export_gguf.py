@@ -13,6 +13,7 @@ import torch
 from quantized_models import quantized
 
 from qforge.errors import QforgeError, UnsupportedError
+from qforge.export import exporter
 from qforge.export.agreement import seeded_prompts
 from qforge.export.gguf import GgufExporter
 from qforge.export.gguf_metadata import metadata_problem, rope_factors
@@ -21,6 +22,8 @@ from qforge.models.assets import end_ids
 from qforge.models.model import open_model
 from qforge.types import RopeSpec
 
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 64}, "qwen2": {}, "qwen3": {}, "gemma3_text": {"layers": 7, "sliding_window": 32, "query_pre_attn_scalar": 16}}
 
 
@@ -156,8 +159,7 @@ def test_equal_models_give_equal_bytes(tmp_path):
 
 
 def test_llama3_rotary_factors_are_transformers_own(tmp_path):
-    scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-    model = opened(tmp_path, rope_parameters=scaling, hidden=256, heads=4)
+    model = opened(tmp_path, rope_parameters=LLAMA3, hidden=256, heads=4)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, torch.device("cpu"))
@@ -197,7 +199,32 @@ def test_what_llama_cpp_cannot_be_told(tmp_path):
     assert "rotary base" in metadata_problem(replace(gemma, layer_ropes=(RopeSpec(5.0),) * 7))
     assert "scales queries" in metadata_problem(replace(gemma, attention_scale=0.1))
     yarn = RopeSpec(1e4, "yarn", (("factor", 4.0), ("attention_factor", 2.0)))
-    assert "attention factor" in metadata_problem(replace(source.spec, layer_ropes=(yarn, yarn)))
+    assert metadata_problem(replace(source.spec, layer_ropes=(yarn, yarn))) is None
+    assert "attention factor" in metadata_problem(replace(gemma, layer_ropes=(*gemma.layer_ropes[:5], yarn, gemma.layer_ropes[6])))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
+        ("mistral", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
+        ("qwen3", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "hidden_act"),
+        ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("gemma3_text", {"attention_bias": True}, "attention_bias"),
+        ("qwen2", {"rope_parameters": LLAMA3}, "llama3"),
+        ("qwen3", {"rope_parameters": LLAMA3}, "llama3"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": LLAMA3, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}, "llama3"),
+        ("llama", {"rope_parameters": {**YARN, "beta_fast": 16.0}}, "beta_fast"),
+        ("llama", {"rope_parameters": {**YARN, "beta_slow": 2.0}}, "beta_slow"),
+    ],
+    ids=str,
+)
+def test_what_llama_cpp_would_compute_otherwise(tmp_path, family, options, reason):
+    """llama.cpp takes the first four and the last two and computes something else; the rest it refuses when it loads them."""
+    model = opened(tmp_path, family, **options)
+    assert reason in GgufExporter("f32").check(model)
+    assert reason in exporter("gguf", "q4_k_m").check(quantized(model))
 
 
 def test_groups_in_activation_order_leave_nothing(tmp_path):

@@ -28,6 +28,8 @@ CASES = {
     "llama3 scaling": ("llama", {"hidden": 256, "heads": 4, "rope_parameters": LLAMA3}),
     "linear scaling": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
     "yarn scaling": ("llama", {"rope_parameters": YARN}),
+    "yarn with an attention factor": ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.5}}),
+    "yarn with an attention factor in qwen2": ("qwen2", {"rope_parameters": {**YARN, "attention_factor": 0.7}}),
     "untied with biases": ("llama", {"tied": False, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {"sliding_window": 64}),
     "qwen2": ("qwen2", {}),

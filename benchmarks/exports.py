@@ -31,7 +31,7 @@ from qforge.engines.runtime_engine import RuntimeEngine
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import QforgeError
 from qforge.export import exporter
-from qforge.export.agreement import seeded_prompts
+from qforge.export.agreement import EXACT_KL, seeded_prompts
 from qforge.export.hf import write_artifact
 from qforge.export.verify import verify
 from qforge.export.verify_checkpoint import verify_in_engine
@@ -89,7 +89,6 @@ ROWS: list[tuple[str, str | None, str]] = [
     ("awq", None, "int4-g32-sym"),
     ("awq", None, "int4-g32-asym"),
 ]
-EXACT_KL = 1e-3  # nats; an engine that computes in fp32 stays below
 
 
 def main() -> int:

@@ -231,6 +231,7 @@ class Verification:
     """One reading of an export, compared with the artifact or our runtime. `executed`: an engine that is not ours ran it; otherwise its weights were only read and compared.
 
     `text_equal`: whether text becomes the same tokens, end tokens and chat template included; None where that was not what was read.
+    `kl_bound`: what `kl_mean` may be at most, where the engine computes in fp32 what our runtime does; None where it rounds as it runs.
     """
 
     engine: str
@@ -242,11 +243,17 @@ class Verification:
     note: str | None = None
     executed: bool = False
     text_equal: bool | None = None
+    kl_bound: NotNegative | None = None
+
+    @property
+    def near(self) -> bool:
+        """Whether distributions are as near as they have to be."""
+        return self.kl_bound is None or self.kl_mean is None or self.kl_mean <= self.kl_bound
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was found to differ that has to be equal."""
-        return self.weights_equal is not False and self.text_equal is not False
+        """Whether nothing was found to differ that has to be equal, and distributions are near."""
+        return self.weights_equal is not False and self.text_equal is not False and self.near
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +373,7 @@ class Results:
 
     @property
     def passed(self) -> bool:
-        """Whether no gate that is an error failed, and every export holds the artifact's weights and reads text as it does."""
+        """Whether no gate that is an error failed, and every verification of an export passed."""
         return not any(g.failed for g in self.gates) and all(v.passed for e in self.exports for v in e.verified_by)
 
     def to_json(self) -> str:

@@ -90,6 +90,7 @@ def print_export(result: ExportResult) -> None:
     ]
     for v in result.verified_by:
         close = f"KL {v.kl_mean:.2e}, top-1 {v.top1_agreement:.3f} over {v.positions} positions" if v.kl_mean is not None and v.top1_agreement is not None else ""
+        close += "" if v.near else f" (AND {v.kl_bound:g} IS THE BOUND IN FP32)"
         equal = {True: "weights equal bit for bit", False: "WEIGHTS DIFFER", None: ""}[v.weights_equal]
         text = {True: "tokens and chat template equal", False: "TEXT IS READ OTHERWISE", None: ""}[v.text_equal]
         rows.append((f"{v.engine} {v.version}", ", ".join(t for t in (equal, text, close, v.note or "") if t)))

@@ -10,6 +10,7 @@ import torch
 from qforge.engines.base import Scorer
 
 SHORTEST, LONGEST = 16, 128
+EXACT_KL = 1e-3  # nats; an engine that computes in fp32 stays below
 
 
 def seeded_prompts(windows: Sequence[Sequence[int]], count: int = 64, seed: int = 0) -> list[list[int]]:

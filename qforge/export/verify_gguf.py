@@ -18,7 +18,7 @@ from qforge.engines import llama_cpp
 from qforge.engines.base import Scorer
 from qforge.engines.runtime_engine import RuntimeEngine
 from qforge.errors import MissingCapabilityError
-from qforge.export.agreement import agreement, next_token_logprobs
+from qforge.export.agreement import EXACT_KL, agreement, next_token_logprobs
 from qforge.export.gguf_types import MIXES
 from qforge.models.model import Model, open_model
 from qforge.models.names import gguf_names, gguf_norm_offset, gguf_permutes, permuted_heads, unpermute_rows
@@ -105,12 +105,15 @@ def verify_in_llama_cpp(path: Path, model: Model, scorer: Scorer, prompts: Seque
     engine = llama_cpp.LlamaCppEngine(path)
     kl, same_first, largest = agreement(next_token_logprobs(scorer, prompts), next_token_logprobs(engine, prompts))
     note = f"against {scorer.name}; fp32 cache, no flash attention; largest difference of a log-probability {largest:.2g}"
+    only_floats = {t.tensor_type.name for t in gguf.GGUFReader(path).tensors} == {"F32"}
+    bound = EXACT_KL if only_floats and all(s.activations is None for s in model.schemes.values()) else None
     if model.schemes and "f32" not in path.stem:
         note += "; llama.cpp's quantized kernels round activations to 8 bits"
     unequal = _unequal_in_c(path)
     if unequal:
         note = f"blocks dequantized otherwise than by the gguf package: {', '.join(unequal[:3])}; " + note
-    return Verification(llama_cpp.NAME, engine.version, kl_mean=kl, top1_agreement=same_first, positions=len(prompts), weights_equal=not unequal, note=note, executed=True)
+    same = not unequal
+    return Verification(llama_cpp.NAME, engine.version, kl_mean=kl, top1_agreement=same_first, positions=len(prompts), weights_equal=same, note=note, executed=True, kl_bound=bound)
 
 
 def _unequal_in_c(path: Path) -> list[str]:

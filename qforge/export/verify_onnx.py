@@ -21,7 +21,7 @@ from qforge import numerics
 from qforge.engines import onnx_runtime
 from qforge.engines.base import Scorer
 from qforge.errors import MissingCapabilityError
-from qforge.export.agreement import agreement, next_token_logprobs
+from qforge.export.agreement import EXACT_KL, agreement, next_token_logprobs
 from qforge.export.onnx_graph import CONTRIB, IR_VERSION, OPSET, TYPES, attribute
 from qforge.models.model import Model
 from qforge.models.tying import HEAD
@@ -76,7 +76,7 @@ def verify_onnx(folder: Path, model: Model, scorer: Scorer, prompts: Sequence[Se
         return [], [f"{onnx_runtime.NAME}: {reason}"]
     done = [verify_weights(stored, model), verify_execution(stored, scorer, prompts)]
     try:
-        done.append(verify_greedy(folder, scorer, prompts))
+        done.append(verify_greedy(folder, scorer, prompts, kl_bound=_kl_bound(stored, model)))
     except MissingCapabilityError as e:
         return done, [f"{onnx_runtime.GENAI}: {e}"]
     return done, []
@@ -178,11 +178,19 @@ def verify_execution(stored: Stored, scorer: Scorer, prompts: Sequence[Sequence[
     }[kind]
     kl, same_first, largest = agreement(next_token_logprobs(scorer, prompts), next_token_logprobs(engine, prompts))
     note = f"against {scorer.name}; {note}; largest difference of a log-probability {largest:.2g}"
-    return Verification(engine.name, engine.version, kl_mean=kl, top1_agreement=same_first, positions=len(prompts), note=note, executed=True)
+    bound = _kl_bound(stored, model)
+    return Verification(engine.name, engine.version, kl_mean=kl, top1_agreement=same_first, positions=len(prompts), note=note, executed=True, kl_bound=bound)
 
 
-def verify_greedy(folder: Path, scorer: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:
-    """Divergence of onnxruntime-genai's next-token distributions from the scorer's, and whether each token that it generates is the one that the scorer ranks first there.
+def _kl_bound(stored: Stored, model: Model) -> float | None:
+    """Of a file that is computed in fp32: neither ONNX Runtime nor the scheme rounds activations."""
+    rounded = any(s.activations is not None for s in model.schemes.values())
+    return EXACT_KL if stored.metadata["qforge.type"] in ("matmulnbits", "qdq") and not rounded else None
+
+
+def verify_greedy(folder: Path, scorer: Scorer, prompts: Sequence[Sequence[int]], *, kl_bound: float | None = None) -> Verification:
+    """Divergence of onnxruntime-genai's next-token distributions from the scorer's, and whether each token that it generates is the one that the scorer ranks first there;
+    `kl_bound` as in `Verification`.
 
     Raises:
         MissingCapabilityError: onnxruntime-genai is not installed.
@@ -197,4 +205,5 @@ def verify_greedy(folder: Path, scorer: Scorer, prompts: Sequence[Sequence[int]]
     kl, _, largest = agreement(next_token_logprobs(scorer, prompts), onnx_runtime.genai_logprobs(folder, prompts))
     note = f"greedy generation from {min(_PROMPTS, len(prompts))} prompts: {equal} of {total} tokens are those that {scorer.name} ranks first"
     note += f"; largest difference of a log-probability after {len(prompts)} prompts {largest:.2g}"
-    return Verification(onnx_runtime.GENAI, version(onnx_runtime.GENAI), kl_mean=kl, top1_agreement=equal / max(total, 1), positions=total, note=note, executed=True)
+    same = equal / max(total, 1)
+    return Verification(onnx_runtime.GENAI, version(onnx_runtime.GENAI), kl_mean=kl, top1_agreement=same, positions=total, note=note, executed=True, kl_bound=kl_bound)

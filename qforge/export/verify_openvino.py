@@ -13,7 +13,7 @@ from qforge import numerics
 from qforge.engines import openvino_runtime
 from qforge.engines.base import Scorer
 from qforge.engines.openvino_runtime import OpenvinoEngine
-from qforge.export.agreement import agreement, next_token_logprobs
+from qforge.export.agreement import EXACT_KL, agreement, next_token_logprobs
 from qforge.models.model import Model
 from qforge.models.tying import HEAD
 from qforge.types import Verification
@@ -76,4 +76,5 @@ def verify_execution(folder: Path, scorer: Scorer, prompts: Sequence[Sequence[in
     left_alone, _, _ = agreement(ours, next_token_logprobs(OpenvinoEngine(folder, exact=False), prompts))
     note = f"against {scorer.name}; computed in fp32; largest difference of a log-probability {largest:.2g}"
     note += f"; with OpenVINO's own settings, which round activations and cache, a KL divergence of {left_alone:.2g}"
-    return Verification(engine.name, engine.version, kl_mean=kl, top1_agreement=same_first, positions=len(prompts), note=note, executed=True)
+    bound = None if any(s.activations is not None for s in model.schemes.values()) else EXACT_KL
+    return Verification(engine.name, engine.version, kl_mean=kl, top1_agreement=same_first, positions=len(prompts), note=note, executed=True, kl_bound=bound)

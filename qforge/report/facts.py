@@ -75,7 +75,9 @@ def _verdict(results: Mapping[str, Any]) -> tuple[bool | None, str, list[str]]:
     reasons += [f"the weights of export {name} are not the artifact's; see Exports" for name in broken]
     misread = [(e["format"], v.get("note")) for e in results.get("exports") or [] for v in e.get("verified_by") or [] if v.get("text_equal") is False]
     reasons += [f"export {name} does not read text as the artifact does: {note}" for name, note in misread]
-    broken = list(dict.fromkeys([*broken, *(name for name, _ in misread)]))
+    far = [(e["format"], v) for e in results.get("exports") or [] for v in e.get("verified_by") or [] if too_far(v)]
+    reasons += [f"export {name} does not compute what our runtime does: a KL divergence of {number(v['kl_mean'], 6)} in {v['engine']}" for name, v in far]
+    broken = list(dict.fromkeys([*broken, *(name for name, _ in misread), *(name for name, _ in far)]))
     hard = [g for g in failed if g.get("on", "error") == "error"]
     if hard or broken:
         told = ([f"{len(hard)} of {len(gates)} gates"] if hard else []) + [f"export {name}" for name in broken]
@@ -200,6 +202,11 @@ def _measured_exports(results: Mapping[str, Any]) -> Table | None:
     return Table("Exports in their own engines", header, rows, f"The same {e['tokens']:,} tokens for all.")
 
 
+def too_far(v: Mapping[str, Any]) -> bool:
+    """Whether an engine that computes in fp32 gives other distributions than our runtime."""
+    return v.get("kl_bound") is not None and v.get("kl_mean") is not None and not v["kl_mean"] <= v["kl_bound"]
+
+
 def verification(v: Mapping[str, Any]) -> str:
     """One check of an export, in words."""
     parts = ["executed"] if v.get("executed") else ["read"]
@@ -208,7 +215,7 @@ def verification(v: Mapping[str, Any]) -> str:
     if v.get("text_equal") is not None:
         parts.append("tokens and chat template equal" if v["text_equal"] else "TEXT IS READ OTHERWISE")
     if v.get("kl_mean") is not None:
-        parts.append(f"KL {number(v['kl_mean'], 6)}")
+        parts.append(f"KL {number(v['kl_mean'], 6)}" + (f", AND {number(v['kl_bound'], 6)} IS THE BOUND IN FP32" if too_far(v) else ""))
     if v.get("top1_agreement") is not None:
         parts.append(f"top-1 {percent(v['top1_agreement'])}")
     if v.get("positions") is not None:

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from typing import Any
 
-from qforge.report.facts import Facts, verification
+from qforge.report.facts import Facts, too_far, verification
 from qforge.report.numbers import figure, interval
 
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # XML 1.0, production 2
@@ -59,7 +59,7 @@ def _export(export: Mapping[str, Any]) -> list[ET.Element]:
     for check in export.get("verified_by") or []:
         case = _case("exports", f"{name}: {'executed' if check.get('executed') else 'read'} by {check['engine']}")
         told = legal(verification(check))
-        if check.get("weights_equal") is False or check.get("text_equal") is False:
+        if check.get("weights_equal") is False or check.get("text_equal") is False or too_far(check):
             ET.SubElement(case, "failure", type="export", message=told)
         else:
             ET.SubElement(case, "system-out").text = told

@@ -32,11 +32,13 @@ from qforge.errors import DataError
 from qforge.evaluate.compare import Comparison, compare
 from qforge.evaluate.divergence import evaluate
 from qforge.evaluate.sides import parse
+from qforge.export.agreement import EXACT_KL
 from qforge.export.gptq import GptqExporter
 from qforge.export.verify_checkpoint import verify_words
 from qforge.models.lora import with_adapters
 from qforge.models.model import open_model
 from qforge.report.facts import gather
+from qforge.report.junit import junit
 from qforge.search.blame import blame
 from qforge.text.documents import documents, from_texts
 from qforge.text.windows import EvaluationWindows, evaluation_windows
@@ -348,6 +350,28 @@ def test_a_gguf_file_that_reads_text_otherwise_fails_the_run(tmp_path: Path, mon
     (check,) = (v for v in results.exports[0].verified_by if v.text_equal is not None)
     assert check.note is not None
     assert {"chat template": "it has no chat template", "BOS": "as [0] instead of []", "merges": "texts as other tokens"}[sabotage] in check.note
+    monkeypatch.undo()
+    assert qforge.quantize(tmp_path / "recipe.yaml", out=tmp_path / "honest").passed
+
+
+@pytest.mark.skipif(llama_cpp.missing() is not None, reason="llama.cpp is not installed")
+@pytest.mark.parametrize("kind", ["f32", "q4_0"])
+def test_an_export_that_computes_otherwise_in_fp32_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Its weights are equal and its rotary base is another one; where llama.cpp rounds activations, no bound says so."""
+    base = GGUFWriter.add_rope_freq_base
+    monkeypatch.setattr(GGUFWriter, "add_rope_freq_base", lambda self, theta: base(self, theta / 100))
+    results = quantized(tmp_path, "int4-g32-sym", [{"format": "gguf", "type": kind}])
+    (ran,) = (v for v in results.exports[0].verified_by if v.executed)
+    assert ran.kl_mean is not None
+    assert ran.kl_mean > EXACT_KL
+    assert ran.weights_equal
+    assert ran.kl_bound == (EXACT_KL if kind == "f32" else None)
+    assert results.passed == (kind != "f32")
+    told = gather(json.loads(results.to_json()))
+    if kind == "f32":
+        assert told.verdict == "FAILED: export gguf"
+        assert told.reasons[0].startswith("export gguf does not compute what our runtime does: a KL divergence of ")
+        assert 'failures="1"' in junit(told)
     monkeypatch.undo()
     assert qforge.quantize(tmp_path / "recipe.yaml", out=tmp_path / "honest").passed
 

@@ -21,10 +21,10 @@ from qforge.engines import onnx_runtime
 from qforge.engines.onnx_runtime import OnnxRuntimeEngine, session
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import MissingCapabilityError, ModelError, UnsupportedError
-from qforge.export.agreement import agreement, next_token_logprobs
+from qforge.export.agreement import EXACT_KL, agreement, next_token_logprobs
 from qforge.export.onnx import OnnxExporter
 from qforge.export.verify import verify
-from qforge.export.verify_onnx import read, verify_weights
+from qforge.export.verify_onnx import read, verify_execution, verify_weights
 from qforge.models.model import open_model
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -131,6 +131,24 @@ def test_static_activation_scales(tmp_path, monkeypatch, kind, text):
     assert pairs["QuantizeLinear"] == 7
     assert pairs["DequantizeLinear"] == 7
     assert pairs["Div"] - pairs["Pow"] == (7 if "fp8" in text and kind == "qdq" else 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "bound"),
+    [
+        ("int4-g32-sym", "matmulnbits", EXACT_KL),
+        ("int4-g32-sym", "matmulnbits-level4", None),
+        ("int4-g32-sym", "qdq", EXACT_KL),
+        ("int4-g32-sym", "qdq-f16", None),
+        ("int8-channel-sym+int8-token", "qdq", None),
+    ],
+)
+def test_what_computes_in_fp32_has_a_bound(tmp_path, text, kind, bound):
+    model = quantized(opened(tmp_path), text)
+    found = verify_execution(read(written(model, tmp_path / "out", kind)), model, TransformersEngine(model), [tokens(6), tokens(12)])
+    assert found.kl_bound == bound
+    assert found.passed
+    assert replace(found, kl_mean=0.56).passed is (bound is None)
 
 
 def test_level_4_and_fp16_are_near(tmp_path):

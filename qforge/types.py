@@ -231,6 +231,7 @@ class Verification:
     """One reading of an export, compared with the artifact or our runtime. `executed`: an engine that is not ours ran it; otherwise its weights were only read and compared.
 
     `text_equal`: whether text becomes the same tokens, end tokens and chat template included; None where that was not what was read.
+    `rounded`: what was rounded as it was written, in words: the export holds what it is to hold, and is not lossless.
     `kl_bound`: what `kl_mean` may be at most, where the engine computes in fp32 what our runtime does; None where it rounds as it runs.
     """
 
@@ -244,6 +245,7 @@ class Verification:
     executed: bool = False
     text_equal: bool | None = None
     kl_bound: NotNegative | None = None
+    rounded: str | None = None
 
     @property
     def near(self) -> bool:

@@ -82,11 +82,12 @@ def print_evaluation(evaluation: Evaluation, *, to_stderr: bool = False) -> None
 
 def print_export(result: ExportResult) -> None:
     """Where it is, how large, and who executed it."""
+    rounded = [v.rounded for v in result.verified_by if v.rounded]
     rows = [
         ("format", result.format),
         ("path", str(result.path)),
         ("size", f"{(result.size_bytes or 0) / 1e6:.1f} MB"),
-        ("lossless", {True: "yes: equal codes, scales and fp32 values", False: "no", None: "not compared"}[result.lossless]),
+        ("lossless", {True: "yes: equal codes, scales and fp32 values", False: ": ".join(["no", *rounded]), None: "not compared"}[result.lossless]),
     ]
     for v in result.verified_by:
         close = f"KL {v.kl_mean:.2e}, top-1 {v.top1_agreement:.3f} over {v.positions} positions" if v.kl_mean is not None and v.top1_agreement is not None else ""

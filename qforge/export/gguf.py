@@ -103,10 +103,6 @@ class GgufExporter:
             return reason + (f"; type {other.lower()} does" if other else "")
         return layout_of(kind).problem_with(out_features, in_features)
 
-    def lossless(self, model: Model) -> bool:
-        """Whether the file's weights equal the model's bit for bit: always, except where weights are rounded to 16 bits."""
-        return self.type not in ("f16", "bf16") or (not model.schemes and model.dtype is _FLOATS[self.type])
-
     def write(self, model: Model, folder: Path) -> list[Path]:
         """Write `model-<type>.gguf` into `folder`, one tensor in memory at a time.
 

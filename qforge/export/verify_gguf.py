@@ -25,6 +25,8 @@ from qforge.models.names import gguf_names, gguf_norm_offset, gguf_permutes, per
 from qforge.models.tying import HEAD, shared_table
 from qforge.types import Verification
 
+_ROUNDED = {"F16": torch.float16, "BF16": torch.bfloat16}
+
 
 def verify_gguf(path: Path, model: Model, scorer: Scorer, prompts: Sequence[Sequence[int]]) -> tuple[list[Verification], list[str]]:
     """Read a file back; arguments and answer as `verify.verify`."""
@@ -44,17 +46,23 @@ def verify_gguf(path: Path, model: Model, scorer: Scorer, prompts: Sequence[Sequ
 
 
 def verify_gguf_weights(path: Path, model: Model) -> Verification:
-    """Every tensor of the file, dequantized by the gguf package, against the model's: equal bit for bit?"""
+    """Every tensor of the file, dequantized by the gguf package, against the model's, rounded once where the file's type is of 16 bits: equal bit for bit?"""
     tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
     names, types = gguf_names(model.config.model_type, model.config.num_hidden_layers), _types(tensors.values())
-    unequal = []
+    unequal, rounded = [], False
+    of_file = path.stem.removeprefix("model-").upper()
     for name, expected in _expected(model):
         found = tensors.pop(names[name], None)
-        if found is None or not torch.equal(_dequantized(found, name, model), expected + gguf_norm_offset(model.config.model_type, name)):
+        expected = expected + gguf_norm_offset(model.config.model_type, name)
+        stored = expected
+        if found is not None and found.tensor_type.name == of_file and of_file in _ROUNDED:
+            stored = expected.to(_ROUNDED[of_file]).float()
+        if found is None or not torch.equal(_dequantized(found, name, model), stored) or (torch.isfinite(expected) & ~torch.isfinite(stored)).any():
             unequal.append(name)
+        rounded |= not torch.equal(stored, expected)
     extra = sorted(set(tensors) - {"rope_freqs.weight"})
     problem = f"unequal: {', '.join(unequal[:3])} and {max(0, len(unequal) - 3)} more; " if unequal else f"not in the model: {', '.join(extra)}; " if extra else ""
-    return Verification("gguf package", version("gguf"), weights_equal=not unequal and not extra, note=problem + types)
+    return Verification("gguf package", version("gguf"), weights_equal=not unequal and not extra, note=problem + types, rounded="rounded to 16 bits" if rounded else None)
 
 
 def requantized_weights(path: Path, model: Model, scorer: Scorer, engine: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:

@@ -179,11 +179,10 @@ def _schemes(results: Mapping[str, Any]) -> dict[str, int]:
 def _exports(results: Mapping[str, Any]) -> Table | None:
     rows: list[Row] = []
     for e in results.get("exports") or []:
-        lossless = {True: "lossless", False: "NOT lossless", None: MISSING}[e.get("lossless")]
         checks = [verification(v) for v in e.get("verified_by") or []]
         if e.get("skipped_because"):
             checks.append(f"skipped: {e['skipped_because']}")
-        rows.append((e["format"], e.get("path") or MISSING, size(e.get("size_bytes")), lossless, "; ".join(checks) or "not checked"))
+        rows.append((e["format"], e.get("path") or MISSING, size(e.get("size_bytes")), lossless(e) or MISSING, "; ".join(checks) or "not checked"))
     words = "Each export is read back and compared with the artifact; 'executed' marks an engine that is not qforge's."
     return Table("Exports", ("format", "path", "size", "integers and scales", "read or executed by, and how close to our runtime"), rows, words) if rows else None
 
@@ -200,6 +199,19 @@ def _measured_exports(results: Mapping[str, Any]) -> Table | None:
     ]
     header = ("", "engine", "perplexity", "95 % interval", "KL divergence from the original", "95 % interval", "top-1 agreement")
     return Table("Exports in their own engines", header, rows, f"The same {e['tokens']:,} tokens for all.")
+
+
+def lossless(e: Mapping[str, Any]) -> str | None:
+    """Whether an export holds the artifact's integers and scales, in words, and what rounded them where that is all; None if nothing was compared."""
+    if e.get("lossless") is None:
+        return None
+    return "lossless" if e["lossless"] else ": ".join(["NOT lossless", *rounded(e)])
+
+
+def rounded(e: Mapping[str, Any]) -> list[str]:
+    """What an export rounds as it is written, which is no failure."""
+    checks = e.get("verified_by") or []
+    return [] if any(v.get("weights_equal") is False for v in checks) else [str(v["rounded"]) for v in checks if v.get("rounded")]
 
 
 def too_far(v: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from typing import Any
 
-from qforge.report.facts import Facts, too_far, verification
+from qforge.report.facts import Facts, lossless, rounded, too_far, verification
 from qforge.report.numbers import figure, interval
 
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # XML 1.0, production 2
@@ -53,7 +53,9 @@ def _export(export: Mapping[str, Any]) -> list[ET.Element]:
     name, cases = export["format"], []
     if export.get("lossless") is not None:
         case = _case("exports", f"{name}: integers and scales as in the artifact")
-        if not export["lossless"]:
+        if rounded(export):
+            ET.SubElement(case, "system-out").text = legal(str(lossless(export)))
+        elif not export["lossless"]:
             ET.SubElement(case, "failure", type="export", message="what was written differs from the artifact")
         cases.append(case)
     for check in export.get("verified_by") or []:

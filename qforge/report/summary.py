@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from qforge.report.facts import by_value, gather, verification
+from qforge.report.facts import by_value, gather, lossless, verification
 from qforge.report.numbers import figure, interval, number, percent, seconds, size
 
 
@@ -50,7 +50,7 @@ def _gate(g: Mapping[str, Any], alone: bool) -> tuple[str, str]:
 
 def _export(e: Mapping[str, Any]) -> tuple[str, str]:
     parts = [str(e["path"])] if e.get("path") else []
-    parts += {True: ["lossless"], False: ["NOT lossless"], None: []}[e.get("lossless")]
+    parts += filter(None, [lossless(e)])
     parts += [verification(v) for v in e.get("verified_by") or []]
     if e.get("skipped_because"):
         parts.append(f"skipped: {e['skipped_because']}")

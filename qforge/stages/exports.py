@@ -184,7 +184,7 @@ def _verified(result: ExportResult, type_name: str | None, folder: Path, artifac
     verified, left_out = verify(result.format, paths, artifact, engine_for(compared, engine), prompts)
     verified = [*verified, *verify_text(result.format, paths, artifact)]
     equal = [v.weights_equal for v in verified if v.weights_equal is not None]
-    lossless = all(equal) if equal else None
+    lossless = all(equal) and not any(v.rounded for v in verified) if equal else None
     return {"lossless": lossless, "verified_by": [asdict(v) for v in verified], "skipped_because": "; ".join(left_out) or None}
 
 

@@ -19,11 +19,14 @@ from transformers import AutoModelForCausalLM
 
 import qforge
 from qforge.calibration.store import Piece
+from qforge.cli.main import main
 from qforge.engines.base import chunks
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import NumericalError, OutputError, QforgeError
 from qforge.files import sha256_tree
 from qforge.models.model import open_model
+from qforge.report.facts import gather
+from qforge.report.junit import junit
 from qforge.stages.pieces import BlockPieces
 from qforge.types import Results
 
@@ -358,6 +361,19 @@ def test_an_optional_export_does_not_take_a_required_one_with_it(tmp_path: Path)
     results = qforge.quantize(write_recipe(tmp_path, evaluate=None, quantize={"method": "rtn", "scheme": "int8-g32-sym"}, export=exports), out=tmp_path / "out")
     assert results.exports[0].path is None
     assert results.exports[1].lossless is True
+
+
+def test_what_a_type_rounds_is_not_lossless_and_no_failure(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "model")
+    results = qforge.quantize(write_recipe(tmp_path, evaluate=None, export=[{"format": "gguf", "type": "f16"}]), out=tmp_path / "out")
+    assert results.passed
+    assert results.exports[0].lossless is False
+    told = gather(json.loads(results.to_json()))
+    assert any("NOT lossless: rounded to 16 bits" in cell for table in told.tables for row in table.rows for cell in row)
+    assert 'failures="0"' in junit(told)
+    with pytest.raises(SystemExit) as ended:
+        main(["export", str(tmp_path / "out"), "--format", "gguf", "--type", "bf16", "--out", str(tmp_path / "bf16")])
+    assert not ended.value.code
 
 
 def test_a_run_that_finds_all_work_done_states_what_the_work_took(tmp_path: Path) -> None:

@@ -76,19 +76,26 @@ def test_the_f32_twin_holds_any_scheme(tmp_path, text):
     exporter = GgufExporter("f32")
     (path,) = exporter.write(model, tmp_path / "out")
     assert path.name == "model-f32.gguf"
-    assert exporter.lossless(model)
     assert verify_gguf_weights(path, model).weights_equal
+    assert verify_gguf_weights(path, model).rounded is None
 
 
 def test_sixteen_bit_types_say_that_they_round(tmp_path):
     model = quantized(opened(tmp_path))
     (path,) = GgufExporter("f16").write(model, tmp_path / "out")
-    assert not GgufExporter("f16").lossless(model)
+    found = verify_gguf_weights(path, model)
+    assert found.weights_equal
+    assert found.rounded == "rounded to 16 bits"
+    assert found.passed
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 0x10
+    path.write_bytes(data)
     assert verify_gguf_weights(path, model).weights_equal is False
     plain = opened(tmp_path, "qwen2", torch.bfloat16)
     (path,) = GgufExporter("bf16").write(plain, tmp_path / "out")
-    assert GgufExporter("bf16").lossless(plain)
-    assert verify_gguf_weights(path, plain).weights_equal
+    found = verify_gguf_weights(path, plain)
+    assert found.weights_equal
+    assert found.rounded is None
 
 
 def test_verification_sees_one_wrong_byte(tmp_path):

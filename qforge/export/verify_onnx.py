@@ -25,6 +25,7 @@ from qforge.export.agreement import EXACT_KL, agreement, next_token_logprobs
 from qforge.export.onnx_graph import CONTRIB, IR_VERSION, OPSET, TYPES, attribute
 from qforge.models.model import Model
 from qforge.models.tying import HEAD
+from qforge.qlinear import QuantizedLinear
 from qforge.types import Verification
 
 _SLAB = 256  # inputs whose weights are read from MatMulNBits in one call
@@ -83,31 +84,36 @@ def verify_onnx(folder: Path, model: Model, scorer: Scorer, prompts: Sequence[Se
 
 
 def verify_weights(stored: Stored, model: Model) -> Verification:
-    """Every weight of the file against the model's: equal bit for bit, the unquantized ones in the model's own dtype?"""
+    """Every weight of the file against the model's: equal bit for bit, plain matrices in the model's own dtype, vectors and input scales in that of activations?"""
     seen: set[str] = set()
-    unequal = []
+    unequal, rounded = [], set()
     for node in stored.nodes:
         module, _, part = (node.input[1 if node.op_type == "MatMulNBits" else 0] if node.input else "").rpartition(".")
         if module in model.schemes and node.op_type in ("MatMulNBits", "DequantizeLinear"):
             seen |= {n for n in node.input[1:] if n in stored.initializers} | {f"{module}.{part}"}
-            if not _linear_equal(stored, node, model, module):
+            q, scale = model.linear(module), f"{module}.input_scale"
+            if not _linear_equal(stored, node, q):
                 unequal.append(module)
-    seen |= {n for n in stored.initializers if n.endswith(".input_scale")}
-    for name, equal in _others(stored, model):
+            if q.input_scale is not None:
+                seen.add(scale)
+                held = _held(stored, scale, q.input_scale.reshape(()))
+                unequal += [scale] if held is None else []
+                rounded |= {"input scales rounded to 16 bits"} if held is False else set()
+    for name, held in _others(stored, model):
         seen.add(name)
-        if not equal:
-            unequal.append(name)
-    held = {n.rpartition(".")[0] for n in seen}
-    missing = sorted(set(model.schemes) - held)
+        unequal += [name] if held is None else []
+        rounded |= {"norms and biases rounded to 16 bits"} if held is False else set()
+    missing = sorted(set(model.schemes) - {n.rpartition(".")[0] for n in seen})
     extra = sorted(n for n in stored.initializers if n not in seen and not n.startswith(("/constants/", "model.rope.")))
     problems = [f"{what}: {', '.join(names[:3])}" for what, names in (("unequal", unequal), ("missing", missing), ("not in the model", extra)) if names]
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(stored.operators().items()) if " " in kind)
-    return Verification("onnxruntime, operator by operator", version("onnxruntime"), weights_equal=not problems, note="; ".join([*problems, kinds]))
+    told = ", ".join(sorted(rounded)) or None
+    return Verification("onnxruntime, operator by operator", version("onnxruntime"), weights_equal=not problems, note="; ".join([*problems, kinds]), rounded=told)
 
 
-def _linear_equal(stored: Stored, node: NodeProto, model: Model, module: str) -> bool:
+def _linear_equal(stored: Stored, node: NodeProto, q: QuantizedLinear) -> bool:
     """Run the node alone, as it stands in the file, and compare what it makes of the weight `[I, O]` with the artifact's."""
-    expected = numerics.dequantize(model.linear(module)).T.numpy()
+    expected = numerics.dequantize(q).T.numpy()
     return all(np.array_equal(found, expected[start : start + len(found)]) for start, found in _dequantized(stored, node, len(expected)))
 
 
@@ -140,8 +146,8 @@ def _wide(tensor: TensorProto) -> TensorProto:
     return numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name)
 
 
-def _others(stored: Stored, model: Model) -> Iterator[tuple[str, bool]]:
-    """Name of each unquantized tensor of the model that the file must hold, and whether it does: matrices as the model stores them, vectors in the type of activations."""
+def _others(stored: Stored, model: Model) -> Iterator[tuple[str, bool | None]]:
+    """Name of each plain tensor that the file must hold, and whether it does, as `_held`: matrices as the model stores them, vectors in the type of activations."""
     assert model.spec is not None
     for name in model.weights.names():
         module = name.removesuffix(".weight")
@@ -149,17 +155,24 @@ def _others(stored: Stored, model: Model) -> Iterator[tuple[str, bool]]:
             continue
         if module == HEAD and model.config.tie_word_embeddings:
             continue
-        yield name, name in stored.initializers and _equal(stored.tensor(name), model, name)
+        tensor = model.weights.read(name)
+        if tensor.dim() > 1:
+            yield name, (name in stored.initializers and _equal(stored.tensor(name), tensor)) or None
+        else:
+            yield name, _held(stored, name, tensor.float() + (model.spec.norm_offset if name.endswith("norm.weight") else 0.0))
 
 
-def _equal(found: TensorProto, model: Model, name: str) -> bool:
-    tensor = model.weights.read(name)
-    if tensor.dim() > 1:
-        return bool(found.data_type == TYPES[tensor.dtype]) and found.raw_data == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    assert model.spec is not None
-    offset = model.spec.norm_offset if name.endswith("norm.weight") else 0.0
-    values: Any = numpy_helper.to_array(found)
-    return np.array_equal(values, (tensor.float() + offset).numpy().astype(values.dtype))
+def _equal(found: TensorProto, tensor: torch.Tensor) -> bool:
+    return bool(found.data_type == TYPES[tensor.dtype]) and found.raw_data == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _held(stored: Stored, name: str, expected: torch.Tensor) -> bool | None:
+    """Whether the file has a vector or a scale (fp32) in the type of activations: True as it is, False rounded once to it, None where it has none, or another."""
+    if name not in stored.initializers:
+        return None
+    values: Any = numpy_helper.to_array(stored.tensor(name))
+    once = expected.numpy().astype(values.dtype)
+    return bool(np.array_equal(once.astype(np.float32), expected.numpy())) if np.array_equal(values, once) else None
 
 
 def verify_execution(stored: Stored, scorer: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:

@@ -121,7 +121,16 @@ def test_static_activation_scales(tmp_path, monkeypatch, kind, text):
     plain = quantized(opened(tmp_path, **SMALL), text)
     model = replace(plain, linears=lambda name: replace(plain.linears(name), input_scale=torch.tensor(2.0**-5)))
     folder = written(model, tmp_path / "out", kind)
-    assert verify_weights(read(folder), model).weights_equal
+    found = verify_weights(read(folder), model)
+    assert found.weights_equal
+    assert found.rounded is None
+    foreign = replace(plain, linears=lambda name: replace(plain.linears(name), input_scale=torch.tensor(0.0123456789)))
+    other = verify_weights(read(folder), foreign)
+    assert other.weights_equal is False
+    assert "input_scale" in other.note
+    told = verify_weights(read(written(foreign, tmp_path / "foreign", kind)), foreign)
+    assert told.weights_equal
+    assert ("input scales" in str(told.rounded)) is (kind == "qdq-f16")
     window = tokens(6)
     from qforge.engines.runtime_engine import RuntimeEngine
 

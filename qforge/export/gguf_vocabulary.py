@@ -78,7 +78,7 @@ def add_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab
     """Write the tokenizer's metadata.
 
     Args:
-        ends: tokens at which generation stops; GGUF can name one beside the tokenizer's own end, as the end of a turn.
+        ends: tokens at which generation stops; GGUF can name one beside the tokenizer's own end (the first of them where it has none), as the end of a turn.
 
     Raises:
         UnsupportedError: llama.cpp has no such tokenizer (see `vocabulary_problem`), or its chat template is no text.
@@ -181,11 +181,13 @@ def _scores(raw: _Raw, tokens: list[str]) -> list[float]:
 
 
 def _add_special(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else next(iter(ends), None)  # where a file names none, llama.cpp takes token 11
+    named = {kind: getattr(tokenizer, f"{kind}_token_id", None) for kind in ("bos", "unk", "pad")} | {"eos": end}
     for kind, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id), ("unk", writer.add_unk_token_id), ("pad", writer.add_pad_token_id)):
-        token = getattr(tokenizer, f"{kind}_token_id", None)
+        token = named[kind]
         if token is not None:
             add(int(token))
-    turn = next((end for end in ends if end != tokenizer.eos_token_id), None)
+    turn = next((e for e in ends if e != end), None)
     if turn is not None:
         writer.add_eot_token_id(turn)
     with_special, bare = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids

@@ -38,7 +38,11 @@ def genai_config(model: Model, spec: ModelSpec, *, positions: bool) -> dict[str,
 
 
 def _special(model: Model) -> tuple[list[int], int, int]:
-    """Tokens that end a text (the generation config's, else the model's), the one that begins it, the one that fills up; 0 where the model names none."""
-    told, stops = generation_config(model.assets), end_ids(model.assets, model.config) or [0]
+    """Tokens that end a text (the generation config's, else the model's, else the tokenizer's), the one that begins it, the one that fills up; 0 where none is named, which
+    onnxruntime-genai takes for the end of a file that names none."""
+    told, stops = generation_config(model.assets), end_ids(model.assets, model.config)
+    if not stops:
+        end = model.tokenizer().eos_token_id
+        stops = [0 if end is None else int(end)]
     start, padding = (told.get(f"{k}_token_id", getattr(model.config, f"{k}_token_id", None)) for k in ("bos", "pad"))
     return stops, start if start is not None else 0, padding if padding is not None else stops[0]

@@ -138,6 +138,19 @@ def test_a_second_end_token_is_the_end_of_a_turn(tmp_path):
     assert end_ids(read_back.assets, read_back.config) == [0, 2]
 
 
+@pytest.mark.parametrize(("told", "eos", "eot"), [([2], 2, None), ([2, 5], 2, 5), (None, 0, None)])
+def test_a_tokenizer_without_an_end_has_the_models(tmp_path, told, eos, eot):
+    """Where a file names no end, llama.cpp takes token 11 for it."""
+    model = quantized(opened(tmp_path))
+    path = model.assets / "tokenizer_config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_bytes()).items() if k != "eos_token"}))
+    (model.assets / "special_tokens_map.json").unlink(missing_ok=True)
+    (model.assets / "generation_config.json").write_text(json.dumps({} if told is None else {"eos_token_id": told}))
+    assert model.tokenizer().eos_token_id is None
+    (path,) = GgufExporter().write(model, tmp_path / "out")
+    assert (fields(path)["tokenizer.ggml.eos_token_id"], fields(path).get("tokenizer.ggml.eot_token_id")) == (eos, eot)
+
+
 @pytest.mark.parametrize(
     ("name", "key", "value"),
     [

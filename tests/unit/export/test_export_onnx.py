@@ -317,6 +317,16 @@ def test_genai_config(tmp_path):
     assert not told["qdq"]["search"]["past_present_share_buffer"]
 
 
+def test_genai_config_has_the_tokenizers_end_where_the_model_names_none(tmp_path):
+    model = quantized(opened(tmp_path))
+    (model.assets / "generation_config.json").unlink()
+    path = model.assets / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"eos_token": "<|im_end|>"}))
+    model.config.eos_token_id = None
+    told = json.loads((written(model, tmp_path / "out", "auto") / "genai_config.json").read_text())["model"]
+    assert (told["eos_token_id"], told["pad_token_id"]) == (2, 2)
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "reason"),
     [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from qforge.errors import UnsupportedError
-from qforge.export.hf import older_rope, packed_linear, weight_shape, write_checkpoint
+from qforge.export.hf import packed_linear, weight_shape, write_checkpoint
 from qforge.export.writer import SHARD_BYTES, Piece
 from qforge.layouts.ascend import FILE, Ascend
 from qforge.models.model import Model
@@ -52,7 +52,7 @@ class AscendExporter:
         def packed(module: str) -> Piece:
             return packed_linear(model, module, layout.shapes(model.schemes[module], *weight_shape(model, module)), layout.pack)
 
-        told = {"config.json": older_rope(model.config), FILE: description(model)}
+        told = {FILE: description(model)}
         return write_checkpoint(folder, model, packed, lambda: told, shard_bytes=self.shard_bytes, stem="quant_model_weights")
 
 

@@ -114,17 +114,19 @@ def write_checkpoint(
 
 
 def config_json(config: PretrainedConfig, dtype: torch.dtype, *, tied: bool | None = None) -> dict[str, Any]:
-    """What config.json says of a model: transformers' config without what belongs to a machine; `tied` overrides `tie_word_embeddings`."""
-    content = {k: v for k, v in config.to_diff_dict().items() if k not in (*_ENVIRONMENT_KEYS, "torch_dtype", "quantization_config")}
+    """What config.json says of a model: transformers' config without what belongs to a machine, rotary settings in both of its forms; `tied` overrides `tie_word_embeddings`."""
+    content = {k: v for k, v in config.to_diff_dict().items() if k not in (*_ENVIRONMENT_KEYS, "torch_dtype", "quantization_config")} | _older_rope(config)
     content |= {"architectures": architectures(config), "dtype": str(dtype).removeprefix("torch.")}
     content["tie_word_embeddings"] = bool(config.tie_word_embeddings) if tied is None else tied
     return dict(sorted(content.items()))
 
 
-def older_rope(config: PretrainedConfig) -> dict[str, Any]:
+def _older_rope(config: PretrainedConfig) -> dict[str, Any]:
     """Rotary settings under the names of transformers before 5 (`rope_theta`, `rope_scaling`), for readers that do not look into `rope_parameters` and take a default instead."""
-    parameters = config.rope_parameters
+    parameters = getattr(config, "rope_parameters", None) or {}
     full = parameters.get("full_attention", parameters)
+    if "rope_theta" not in full:
+        return {}
     local = {"rope_local_base_freq": parameters["sliding_attention"]["rope_theta"]} if "sliding_attention" in parameters else {}
     scaling = {} if full.get("rope_type", "default") == "default" else {"rope_scaling": {k: v for k, v in full.items() if k != "rope_theta"}}
     return {"rope_theta": full["rope_theta"], **local, **scaling}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from qforge.errors import UnsupportedError
-from qforge.export.hf import older_rope, packed_linear, weight_shape, write_checkpoint
+from qforge.export.hf import packed_linear, weight_shape, write_checkpoint
 from qforge.export.writer import SHARD_BYTES, Piece
 from qforge.layouts.mlx import Mlx
 from qforge.models.model import Model
@@ -48,7 +48,7 @@ class MlxExporter:
         def packed(module: str) -> Piece:
             return packed_linear(model, module, layout.shapes(model.schemes[module], *weight_shape(model, module)), layout.pack)
 
-        return write_checkpoint(folder, model, packed, lambda: {"config.json": {"quantization": _settings(model), **older_rope(model.config)}}, shard_bytes=self.shard_bytes)
+        return write_checkpoint(folder, model, packed, lambda: {"config.json": {"quantization": _settings(model)}}, shard_bytes=self.shard_bytes)
 
 
 def _settings(model: Model) -> Mapping[str, Any]:

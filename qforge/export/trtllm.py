@@ -10,7 +10,7 @@ import torch
 
 from qforge import __version__
 from qforge.errors import UnsupportedError
-from qforge.export.hf import cache_pieces, older_rope, packed_linear, unquantized_linears, weight_shape, write_checkpoint
+from qforge.export.hf import cache_pieces, packed_linear, unquantized_linears, weight_shape, write_checkpoint
 from qforge.export.writer import SHARD_BYTES, Piece
 from qforge.layouts.kv_cache import ALGORITHM
 from qforge.layouts.trtllm import FILE, TrtLlm
@@ -61,7 +61,7 @@ class TrtLlmExporter:
         def packed(module: str) -> Piece:
             return packed_linear(model, module, layout.shapes(model.schemes[module], *weight_shape(model, module)), layout.pack)
 
-        told = {"config.json": older_rope(model.config), FILE: settings(model)}
+        told = {FILE: settings(model)}
         return write_checkpoint(folder, model, packed, lambda: told, shard_bytes=self.shard_bytes, more=cache_pieces("trtllm", model.kv_scales, torch.float32))
 
 

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
-from quantized_models import rtn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from quantized_models import quantized, rtn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qforge import numerics
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import QforgeError, UnsupportedError
+from qforge.export import exporter
 from qforge.export.hf import write_artifact
 from qforge.files import sha256_tree
 from qforge.models.model import open_model
@@ -152,3 +153,31 @@ def test_schemes_that_the_layout_lacks_are_refused(tmp_path):
     ):
         with pytest.raises(QforgeError, match=message):
             write_artifact(tmp_path / "model", source, {n: parse(t) for n, t in schemes.items()}, lambda n: None, {})
+
+
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 20000.0}
+_PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize("format_name", ["gptq", "awq", "compressed-tensors"])
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("llama", _LLAMA3),
+        ("qwen2", _YARN),
+        ("qwen3", {"rope_type": "default", "rope_theta": 1e6}),
+        ("gemma3_text", {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, "sliding_attention": _PLAIN}),
+    ],
+)
+def test_rotary_settings_stand_in_both_forms(tmp_path, format_name, family, rope):
+    """Readers before transformers 5 take a base of 10000 and no scaling where they find `rope_parameters` alone; transformers 5 reads what it did."""
+    model = quantized(open_model(str(tiny.make(tmp_path / "source", family, layers=1, dtype=torch.float16, rope_parameters=rope))), "int4-g32-sym")
+    exporter(format_name).write(model, tmp_path / "out")
+    told = json.loads((tmp_path / "out" / "config.json").read_text())
+    full = rope.get("full_attention", rope)
+    assert told["rope_theta"] == full["rope_theta"]
+    assert told.get("rope_scaling") == (None if full["rope_type"] == "default" else {k: v for k, v in full.items() if k != "rope_theta"})
+    assert told.get("rope_local_base_freq") == (10000.0 if "sliding_attention" in rope else None)
+    assert AutoConfig.from_pretrained(tmp_path / "out").rope_parameters == model.config.rope_parameters
+    assert open_model(str(tmp_path / "out")).spec == model.spec

@@ -120,13 +120,25 @@ def largest(scheme: Scheme) -> float:
     return ((1 << scheme.bits) - 1) / 2
 
 
-def minmax_parameters(weight: torch.Tensor, scheme: Scheme, shrink: torch.Tensor | float = 1.0) -> tuple[torch.Tensor, torch.Tensor | None]:
+def has_common_scale(scheme: Scheme) -> bool:
+    """Whether a weight has a scale for all of it that engines want to be the same number in linears which they fuse: NVFP4's second level, and FP8's only one.
+
+    vLLM keeps the smallest second-level scale of them for all, which changes what the others' codes stand for, and rounds FP8 anew to the largest.
+    """
+    upper = scheme.scale.super_granularity
+    return (upper is not None and upper.per is Per.TENSOR) or (scheme.number in _FLOAT_TYPES and scheme.granularity.per is Per.TENSOR)
+
+
+def minmax_parameters(weight: torch.Tensor, scheme: Scheme, shrink: torch.Tensor | float = 1.0, reach: float = 0.0) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scales `[R, C]` fp32 and zeros (see `QuantizedLinear`) from the range of each group, the range first multiplied by `shrink` (broadcast to `[R, C]`).
 
-    Scales of two-level schemes are effective ones, on the grid of `super_scales(weight, scheme)`, whatever `shrink` is.
+    Scales of two-level schemes are effective ones, on the grid of `super_scales(weight, scheme, reach)`, whatever `shrink` is. Of a scheme that `has_common_scale`, `reach`
+    is the largest magnitude that the scale for all of a weight is to be made for; 0 for the weight's own.
     """
     scale, low = _ranges(weight, scheme, shrink)
-    upper = super_scales(weight, scheme)
+    if reach and has_common_scale(scheme) and scheme.scale.super_granularity is None:
+        scale = _for_reach(scale, scheme, reach)
+    upper = super_scales(weight, scheme, reach)
     if low is None:
         return _stored(scale, scheme, upper), None
     if scheme.symmetry is Symmetry.OFFSET:
@@ -145,6 +157,11 @@ def _ranges(weight: torch.Tensor, scheme: Scheme, shrink: torch.Tensor | float =
     return divided(high - low, float((1 << scheme.bits) - 1)), low
 
 
+def _for_reach(scale: torch.Tensor, scheme: Scheme, reach: float) -> torch.Tensor:
+    """A scale in the shape of this one, which its codes reach so far with; NaN where this one is not finite, for `_stored` to refuse."""
+    return scale * 0 + reach / largest(scheme)
+
+
 def _stored(scale: torch.Tensor, scheme: Scheme, upper: torch.Tensor | None, least: int = 1) -> torch.Tensor:
     """Scales (not negative) as they will be stored; an all-zero group's becomes 1, or the smallest one that its second level has."""
     if scheme.number is Number.FP4_E2M1 and scheme.scale.type is ScaleType.E8M0:
@@ -158,11 +175,11 @@ def _stored(scale: torch.Tensor, scheme: Scheme, upper: torch.Tensor | None, lea
     return stored
 
 
-def super_scales(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
+def super_scales(weight: torch.Tensor, scheme: Scheme, reach: float = 0.0) -> torch.Tensor | None:
     """The second-level scales (fp32) of a weight `[O, I]`, from the full range of its groups; None for one-level schemes.
 
     `@e4m3/tensor:f32` (NVFP4) `[1]`: the smallest power of two with which the largest scale is at most 448. To multiply and to divide by it is exact, so that formats that
-        keep its reciprocal hold the same numbers, and products of codes and both scales are exact in bf16.
+        keep its reciprocal hold the same numbers, and products of codes and both scales are exact in bf16. With a `reach`, for weights as large as that: what is larger is clipped.
     `@u8/gN:f32` `[B + 1]`: double quantization (QLoRA, arXiv 2305.14314, section 3) as bitsandbytes does it. The mean of all scales is subtracted, and stands last; before it
         the largest magnitude that is left in each N scales, rows following each other.
     `@u6/gN:f16` `[R, C2]`: a 63rd of the largest scale of N inputs; with offsets `[2, R, C2]`, those of the minima second.
@@ -175,7 +192,8 @@ def super_scales(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
         return None
     scale, low = _ranges(weight, scheme)
     if first is ScaleType.E4M3:
-        return round_scale(divided(scale.amax().reshape(1), 448.0), ScaleType.E8M0)
+        top = scale.amax().reshape(1)
+        return round_scale(divided(_for_reach(top, scheme, reach) if reach else top, 448.0), ScaleType.E8M0)
     if first is ScaleType.U8:
         mean = scale.double().mean().to(scale.dtype)  # in fp64: else it is another one where sums have another order
         if not torch.isfinite(mean):
@@ -191,7 +209,7 @@ def scale_codes(scale: torch.Tensor, upper: torch.Tensor, scheme: Scheme, least:
     """Nearest first-level codes `[R, C]` of scales `[R, C]`: float8_e4m3fn for `@e4m3`, else uint8. They stand for positive scales (with `least` 0 also for 0)."""
     spread = _spread(upper, scheme, scale.shape)
     if scheme.scale.type is ScaleType.E4M3:
-        return round_scale(scale / spread, ScaleType.E4M3).to(torch.float8_e4m3fn)
+        return round_scale((scale / spread).clamp(max=448), ScaleType.E4M3).to(torch.float8_e4m3fn)
     if scheme.scale.type is ScaleType.U6:
         return (scale / spread).round().clamp(least, 63).to(torch.uint8)
     book = dynamic_code(scale.device)

@@ -5,7 +5,11 @@ Letters: O output features, I input features.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import torch
+from torch import nn
 
 from qforge import numerics
 from qforge.calibration.precision import factor, multiply
@@ -18,8 +22,10 @@ from qforge.scheme import Scheme
 from qforge.types import LayerResult
 
 
-def quantize_linear(name: str, weight: torch.Tensor, scheme: Scheme, quantizer: Quantizer, stats: Stats | None, options: Options) -> tuple[QuantizedLinear, LayerResult]:
-    """Quantize one weight `[O, I]` and measure what that did: relative Frobenius error of the weight and, with a Hessian, of the output.
+def quantize_linear(
+    name: str, weight: torch.Tensor, scheme: Scheme, quantizer: Quantizer, stats: Stats | None, options: Options, reach: float = 0.0
+) -> tuple[QuantizedLinear, LayerResult]:  # fmt: skip
+    """Quantize one weight `[O, I]` and measure what that did: relative Frobenius error of the weight and, with a Hessian, of the output. `reach`: see `reaches`.
 
     Raises:
         NumericalError: no sound result can be computed; the message names the layer.
@@ -27,7 +33,7 @@ def quantize_linear(name: str, weight: torch.Tensor, scheme: Scheme, quantizer: 
     try:
         if stats is not None and stats.hessian is not None:
             check_activations(stats.hessian.diagonal())
-        q, note = quantizer.quantize(weight, scheme, stats, options)
+        q, note = quantizer.quantize(weight, scheme, stats, options, reach)
         q = with_input_scale(q, None if stats is None else stats.absmax)
         error = numerics.dequantize(q) - weight
         if not error.isfinite().all():
@@ -38,6 +44,29 @@ def quantize_linear(name: str, weight: torch.Tensor, scheme: Scheme, quantizer: 
     bits = scheme.storage_bits(*weight.shape) / weight.numel()
     seen = (None, None) if stats is None else (stats.tokens, stats.peak)
     return q, LayerResult(name, str(scheme), relative, output, bits, note, *seen)
+
+
+def reaches(linears: Mapping[str, nn.Linear], schemes: Mapping[str, Scheme], *, corrected: bool) -> dict[str, float]:
+    """The magnitude that one scale for all of each weight is made for, by name, where an engine may fuse a linear with others: with all of a module that take as many inputs and
+    have the same scheme. So query, key and value projections, and gate and up projections of an MLP or of each expert, have equal scales. That an output projection as wide as
+    them is among these costs nothing: in formats of floats a scale that is larger than it need be takes no digit from any but the smallest numbers.
+
+    Args:
+        linears: of one block, before any is quantized.
+        schemes: by name.
+        corrected: whether weights change before they are rounded; twice the magnitude then, and what is larger still is clipped.
+    """
+    groups: dict[tuple[str, int, Scheme], list[str]] = {}
+    for name, linear in linears.items():
+        if numerics.has_common_scale(schemes[name]):
+            groups.setdefault((name.rpartition(".")[0], linear.in_features, schemes[name]), []).append(name)
+    found: dict[str, float] = {}
+    for names in groups.values():
+        if len(names) > 1:
+            tops = [max(abs(float(end)) for end in torch.aminmax(linears[n].weight.detach())) for n in names]
+            reach = max((top for top in tops if math.isfinite(top)), default=0.0)
+            found |= dict.fromkeys(names, 2 * reach if corrected else reach)
+    return found
 
 
 def _relative(error: torch.Tensor, weight: torch.Tensor, hessian: torch.Tensor | None) -> tuple[float, float | None]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from qforge import numerics
-from qforge.calibration.linear import quantize_linear
+from qforge.calibration.linear import quantize_linear, reaches
 from qforge.calibration.precision import fast_products
 from qforge.calibration.room import Room
 from qforge.calibration.shared import SharedText, Worker
@@ -144,6 +144,7 @@ def _quantize_block(job: Job, index: int, text: Text | None) -> Piece:
         linears = {n: m for n, m in job.blocks.linears(index).items() if n in job.schemes}
         done: dict[str, tuple[QuantizedLinear, LayerResult]] = {}
         folds = Folds()
+        reach: dict[str, float] = {}
         largest: dict[str, torch.Tensor] = {}  # inputs of experts, by projection: what an expert without tokens would be given is what the others are given
         if text is not None:
             if job.transforms:
@@ -151,12 +152,13 @@ def _quantize_block(job: Job, index: int, text: Text | None) -> Piece:
                     gather = functools.partial(text.fold_sums, index, module)
                     folds = choose_folds(job.blocks, index, module, gather, text.probe, job.transforms, job.schemes, job.options)
             with clock.part("forward"), fast_products(module):
-                _quantize_in_order(job, index, module, linears, text, folds, done, largest)
+                _quantize_in_order(job, index, module, linears, text, folds, done, reach, largest)
         with clock.part("solve"):
+            reach = reach or reaches(linears, job.schemes, corrected=False)
             for name, linear in linears.items():  # without statistics, or never reached by them
                 if name not in done:
                     unreached = None if text is None else Stats(0, absmax=largest.get(_kind(name)))
-                    done[name] = quantize_linear(name, linear.weight.detach(), job.schemes[name], job.quantizer, unreached, job.options)
+                    done[name] = quantize_linear(name, linear.weight.detach(), job.schemes[name], job.quantizer, unreached, job.options, reach.get(name, 0.0))
     return Piece({n: done[n][0].to("cpu") for n in linears}, [done[n][1] for n in linears], {n: t.cpu() for n, t in folds.tensors.items()})
 
 
@@ -168,9 +170,10 @@ def _quantize_in_order(
     text: Text,
     folds: Folds,
     done: dict[str, tuple[QuantizedLinear, LayerResult]],
+    reach: dict[str, float],
     largest: dict[str, torch.Tensor],
 ) -> None:
-    """Quantize linears as the text reaches them (into `done`), and bring it behind the block; folds are applied in between."""
+    """Quantize linears as the text reaches them (into `done`; `reach` is filled first), and bring it behind the block; folds are applied in between."""
     inputs = [job.room.keep(x.load().clone()) for x in text.quantized] if job.tuner is not None and isinstance(text, Streams) else []
     targets: dict[str, torch.Tensor] = {}
     weighing = job.outputs(index)
@@ -178,6 +181,8 @@ def _quantize_in_order(
     passed: list[nn.Linear] = []
     for arrival in text.through(index, module, linears, folds):
         name = arrival.name
+        if not done:  # folded, and nothing is quantized yet
+            reach |= reaches(linears, job.schemes, corrected="cross" in job.needs)
         if not arrival.repeated and job.tuner is None:
             while passed:
                 release(passed.pop())  # every batch that runs it has done so
@@ -192,7 +197,7 @@ def _quantize_in_order(
             stats.outputs = folds.weighed(name, weighing[name].load()) if name in weighing else None
             if job.tuner is not None:
                 targets[name] = linear.weight.detach()
-            q, _ = done[name] = quantize_linear(name, linear.weight.detach(), job.schemes[name], job.quantizer, stats, job.options)
+            q, _ = done[name] = quantize_linear(name, linear.weight.detach(), job.schemes[name], job.quantizer, stats, job.options, reach.get(name, 0.0))
             arrival.put(q)
     if job.tuner is not None and isinstance(text, Streams) and text.original is not None:
         weighed = weighing.get(job.blocks.block_names[index])

@@ -85,8 +85,11 @@ class Quantizer(Protocol):
     def supports(self, scheme: Scheme) -> str | None:
         """None, or why this method cannot produce the scheme."""
 
-    def quantize(self, weight: torch.Tensor, scheme: Scheme, stats: Stats | None, options: Options) -> tuple[QuantizedLinear, str | None]:
-        """Quantize a weight `[O, I]` fp32; the second value is a note for the report, if there is something to say. No `stats`: calibration never reached this linear."""
+    def quantize(self, weight: torch.Tensor, scheme: Scheme, stats: Stats | None, options: Options, reach: float = 0.0) -> tuple[QuantizedLinear, str | None]:
+        """Quantize a weight `[O, I]` fp32; the second value is a note for the report, if there is something to say. No `stats`: calibration never reached this linear.
+
+        With a `reach` a scale for all of the weight is made for magnitudes up to that (`numerics.minmax_parameters`): linears that engines fuse have one in common.
+        """
 
 
 def statistics_needed(quantizer: Quantizer, schemes: Iterable[Scheme], options: Options) -> frozenset[str]:

@@ -71,7 +71,7 @@ class GPTQ:
         """Every scheme that there is arithmetic for; the error feedback is on weights, whatever happens to activations."""
         return numerics.undefined(scheme)
 
-    def quantize(self, weight: torch.Tensor, scheme: Scheme, stats: Stats | None, options: Options) -> tuple[QuantizedLinear, str | None]:
+    def quantize(self, weight: torch.Tensor, scheme: Scheme, stats: Stats | None, options: Options, reach: float = 0.0) -> tuple[QuantizedLinear, str | None]:
         """See `Quantizer.quantize`; `stats.hessian` is `[I, I]`.
 
         A column that calibration never excited is rounded to nearest. A Hessian that stays indefinite after raising the damping tenfold
@@ -79,14 +79,15 @@ class GPTQ:
         """
         check_finite(weight)
         if stats is None or stats.tokens == 0:
-            return _nearest(weight, scheme, None, options), "calibration never reached this layer: rounded to nearest"
+            return _nearest(weight, scheme, None, options, reach), "calibration never reached this layer: rounded to nearest"
         assert stats.hessian is not None
         factor = _shared_factor(stats, options)
         if factor.lower is None:
-            return _nearest(weight, scheme, stats.hessian.diagonal(), options), factor.note
+            return _nearest(weight, scheme, stats.hessian.diagonal(), options, reach), factor.note
         target = weight if stats.cross is None else _corrected(weight, stats.cross, stats.residual, factor)
-        scale, zero = scales.choose(target, scheme, stats.hessian.diagonal(), options.scale_search)
-        q = QuantizedLinear(scheme, _solve(target, scheme, scale, zero, factor.order, factor.lower), scale, zero, super_scales=numerics.super_scales(target, scheme))
+        scale, zero = scales.choose(target, scheme, stats.hessian.diagonal(), options.scale_search, reach)
+        upper = numerics.super_scales(target, scheme, reach)
+        q = QuantizedLinear(scheme, _solve(target, scheme, scale, zero, factor.order, factor.lower), scale, zero, super_scales=upper)
         if options.refine and refine.applies(scheme):
             with stats.clock.part("refine"), _damped(stats.hessian, factor) as hessian:
                 q = _refined(target, q, hessian, stats.outputs, options.refine)
@@ -99,9 +100,9 @@ def _refined(target: torch.Tensor, q: QuantizedLinear, hessian: torch.Tensor, ou
     return coupled.refine(target, refine.refine(target, q, hessian, 1), hessian, coupled.damped(outputs), sweeps)
 
 
-def _nearest(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None, options: Options) -> QuantizedLinear:
-    scale, zero = scales.choose(weight, scheme, importance, options.scale_search)
-    return numerics.quantize(weight, scheme, scale, zero, upper=numerics.super_scales(weight, scheme))
+def _nearest(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None, options: Options, reach: float) -> QuantizedLinear:
+    scale, zero = scales.choose(weight, scheme, importance, options.scale_search, reach)
+    return numerics.quantize(weight, scheme, scale, zero, upper=numerics.super_scales(weight, scheme, reach))
 
 
 def _corrected(weight: torch.Tensor, cross: torch.Tensor, residual: torch.Tensor | None, factor: _Factor) -> torch.Tensor:

@@ -36,10 +36,10 @@ class RTN:
         """Every scheme that there is arithmetic for."""
         return numerics.undefined(scheme)
 
-    def quantize(self, weight: torch.Tensor, scheme: Scheme, stats: Stats | None, options: Options) -> tuple[QuantizedLinear, str | None]:
+    def quantize(self, weight: torch.Tensor, scheme: Scheme, stats: Stats | None, options: Options, reach: float = 0.0) -> tuple[QuantizedLinear, str | None]:
         """See `Quantizer.quantize`."""
         check_finite(weight)
         search = self._search and options.scale_search and (self._weighted or scheme.bits < 8)
         importance = stats.hessian.diagonal() if self._weighted and stats is not None and stats.hessian is not None else None
-        s, z = scales.choose(weight, scheme, importance, search)
-        return numerics.quantize(weight, scheme, s, z, upper=numerics.super_scales(weight, scheme)), None
+        s, z = scales.choose(weight, scheme, importance, search, reach)
+        return numerics.quantize(weight, scheme, s, z, upper=numerics.super_scales(weight, scheme, reach)), None

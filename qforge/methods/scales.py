@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 
 from qforge.methods import native
-from qforge.numerics import decode, encode, expand, groups, minmax_parameters
+from qforge.numerics import decode, encode, expand, groups, has_common_scale, minmax_parameters
 from qforge.scheme import Per, Scheme
 
 LANES = 8  # of the compiled search (kernels/quantize/solver.cpp)
 GRID = tuple(1.0 - 0.025 * i for i in range(21))  # ranges from 100 % down to 50 %
 
 
-def choose(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None, search: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def choose(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None, search: bool, reach: float = 0.0) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scales `[R, C]` and zeros for a weight `[O, I]`.
 
     Args:
@@ -23,16 +23,17 @@ def choose(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None
         scheme: the target.
         importance: `[I]` fp32 weights of the squared error (the Hessian's diagonal), or None for equal ones.
         search: False takes the full range.
+        reach: see `numerics.minmax_parameters`; an only scale that is made for it is not searched.
     """
-    scales, zeros = minmax_parameters(weight, scheme)
-    if not search:
+    scales, zeros = minmax_parameters(weight, scheme, reach=reach)
+    if not search or (reach and has_common_scale(scheme) and scales.numel() == 1):
         return scales, zeros
     weights = torch.ones(weight.shape[1]) if importance is None else importance / importance.mean().clamp(min=1e-30) + 1e-6
     if native.runs(scheme) and scheme.granularity.per is not Per.TENSOR and scheme.scale.super_granularity is None:
         return _search_native(weight, scheme, weights)
     best = _error(weight, scheme, scales, zeros, weights)
     for shrink in GRID[1:]:
-        s, z = minmax_parameters(weight, scheme, shrink)
+        s, z = minmax_parameters(weight, scheme, shrink, reach)
         error = _error(weight, scheme, s, z, weights)
         better = error < best
         best = torch.where(better, error, best)

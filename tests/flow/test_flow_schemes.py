@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
 from test_flow_quantize import write_recipe
 
 import qforge
@@ -50,3 +51,16 @@ def test_a_number_type_runs_from_recipe_to_result(tmp_path: Path, method: str, s
     if expected.activations is not None and expected.activations.static:
         scales = [artifact.linear(name).input_scale for name in artifact.schemes]
         assert all(s is not None and s > 0 for s in scales)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_an_nvfp4_artifact_has_one_global_scale_in_what_vllm_fuses(tmp_path: Path, method: str) -> None:
+    folder = tiny.make(tmp_path / "model", layers=2)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n: t * (7 if "k_proj" in n or "up_proj" in n else 1) for n, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    qforge.quantize(write_recipe(tmp_path, quantize={"method": method, "scheme": "nvfp4"}, export=[], evaluate=None), out=tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model" / "model.safetensors")
+    for layer in range(2):
+        for fused in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+            scales = {float(stored[f"model.layers.{layer}.{name}.weight_global_scale"]) for name in fused}
+            assert len(scales) == 1, (layer, fused, scales)

@@ -102,10 +102,10 @@ class Spy:
     def supports(self, scheme: Scheme) -> str | None:
         return None
 
-    def quantize(self, weight: torch.Tensor, scheme: Scheme, stats: Stats | None, options: Options) -> tuple[QuantizedLinear, str | None]:
+    def quantize(self, weight: torch.Tensor, scheme: Scheme, stats: Stats | None, options: Options, reach: float = 0.0) -> tuple[QuantizedLinear, str | None]:
         assert stats is not None
         self.seen.append(stats)
-        return self.gptq.quantize(weight, scheme, stats, options)
+        return self.gptq.quantize(weight, scheme, stats, options, reach)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

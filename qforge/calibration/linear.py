@@ -46,6 +46,11 @@ def quantize_linear(
     return q, LayerResult(name, str(scheme), relative, output, bits, note, *seen)
 
 
+def relative_error(q: QuantizedLinear, weight: torch.Tensor) -> float:
+    """The relative Frobenius error of a linear to its weight `[O, I]` fp32."""
+    return _relative(numerics.dequantize(q) - weight, weight, None)[0]
+
+
 def reaches(linears: Mapping[str, nn.Linear], schemes: Mapping[str, Scheme], *, corrected: bool) -> dict[str, float]:
     """The magnitude that one scale for all of each weight is made for, by name, where an engine may fuse a linear with others: with all of a module that take as many inputs and
     have the same scheme. So query, key and value projections, and gate and up projections of an MLP or of each expert, have equal scales. That an output projection as wide as

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import transformers
 
 from qforge import __version__
 from qforge.calibration import endtoend, fisher, kv_cache
+from qforge.calibration.linear import relative_error
 from qforge.calibration.room import Room
 from qforge.calibration.sequential import Job, quantize_blocks
 from qforge.clock import Clock
@@ -86,9 +87,18 @@ def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, 
     return pieces
 
 
-def _tuned(blocks: BlockModel, plan: Plan, pieces: BlockPieces, windows: torch.Tensor, room: Room, progress: Progress) -> dict[str, torch.Tensor]:
+def _tuned(
+    blocks: BlockModel, plan: Plan, pieces: BlockPieces, windows: torch.Tensor, room: Room, progress: Progress
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:  # fmt: skip
+    """Scales, and the errors of the weights with them; not where weights were folded before they were rounded, which are gone."""
     linears = {name: pieces.linear(index, name) for name, index in pieces.names().items() if index < blocks.num_blocks}
-    return endtoend.tune(blocks, linears, pieces.changed() if plan.transforms else {}, windows, plan.options.tune, room, progress)
+    scales = endtoend.tune(blocks, linears, pieces.changed() if plan.transforms else {}, windows, plan.options.tune, room, progress)
+    errors: dict[str, float] = {}
+    for index in () if plan.transforms else range(blocks.num_blocks):
+        with blocks.block(index):
+            tuned = {name: linear for name, linear in blocks.linears(index).items() if name in scales}
+            errors |= {name: relative_error(replace(linears[name], scales=scales[name]), linear.weight.detach()) for name, linear in tuned.items()}
+    return scales, errors
 
 
 def write(folder: Path, recipe: Recipe, model: Model, model_sha256: str, plan: Plan, texts: Texts, pieces: BlockPieces, journal: Journal) -> dict[str, Any]:

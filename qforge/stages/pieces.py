@@ -31,6 +31,7 @@ class BlockPieces:
         self._hidden = [key("hidden", root=root, index=i) for i in range(count)]
         self._tuned = key("tuned", root=root)
         self._scales: dict[str, torch.Tensor] = {}
+        self._errors: dict[str, float] = {}
         self._kv_scales = key("kv_scales", root=root)
         self.kv_scales: KvScales = {}
         self._outputs = [key("outputs", root=root, index=i) for i in range(count)]
@@ -44,14 +45,14 @@ class BlockPieces:
         for name in (*self._hidden, *self._outputs):
             self._journal.forget(name)
 
-    def tune(self, compute: Callable[[], dict[str, torch.Tensor]]) -> None:
-        """From here on linears have the scales that are computed here, or were before; those that are not named keep theirs."""
+    def tune(self, compute: Callable[[], tuple[dict[str, torch.Tensor], dict[str, float]]]) -> None:
+        """From here on linears have the scales, and the relative errors of their weights, that are computed here, or were before; those that are not named keep theirs."""
         found = self._journal.load(self._tuned)
         if found is None:
-            self._journal.save(self._tuned, compute(), None)
+            self._journal.save(self._tuned, *compute())
             found = self._journal.load(self._tuned, count=False)
         assert found is not None
-        self._scales, self._last = found[0], None
+        self._scales, self._errors, self._last = found[0], found[1] or {}, None
 
     def calibrate_cache(self, compute: Callable[[], KvScales]) -> None:
         """From here on `kv_scales` are those that are computed here, or were before."""
@@ -76,8 +77,8 @@ class BlockPieces:
         return all(self._journal.has(outputs) or self._journal.has(block) for outputs, block in zip(self._outputs, self._names, strict=True))
 
     def layers(self) -> list[LayerResult]:
-        """What was measured of every quantized linear, in order."""
-        return [LayerResult(**layer) for name in self._names for layer in self._journal.value(name)["layers"]]
+        """What was measured of every quantized linear, in order. Of scales that were tuned afterwards the output's error is not known."""
+        return [self._as_tuned(LayerResult(**layer)) for name in self._names for layer in self._journal.value(name)["layers"]]
 
     def linear(self, index: int, name: str) -> QuantizedLinear:
         """One quantized linear of a finished block."""
@@ -103,6 +104,9 @@ class BlockPieces:
         tuned = {name: replace(q, scales=self._scales[name]) for name, q in whole.linears.items() if name in self._scales}
         self._last = (index, replace(whole, linears=whole.linears | tuned))
         return self._last[1]
+
+    def _as_tuned(self, layer: LayerResult) -> LayerResult:
+        return replace(layer, relative_error=self._errors.get(layer.name), output_error=None) if layer.name in self._scales else layer
 
     def _load(self, index: int) -> Piece | None:
         found = self._journal.load(self._names[index])

@@ -179,11 +179,23 @@ def test_a_run_tunes_scales_alone_and_takes_them_up_again(tmp_path: Path, scheme
     assert first.artifact["sha256"] == again.artifact["sha256"] == other.artifact["sha256"]
     plain, tuned = (open_model(str(tmp_path / name / "model")) for name in ("plain", "tuned"))
     assert len(plain.schemes) == 14
+    original = open_model(str(tmp_path / "m")).weights
+    assert first.layers == again.layers
+    for layer in first.layers:
+        if layer.scheme is not None:
+            weight, found = original.read(f"{layer.name}.weight").float(), numerics.dequantize(tuned.linear(layer.name))
+            assert layer.relative_error == pytest.approx(float((found - weight).norm() / weight.norm()), rel=1e-4)
+            assert layer.output_error is None  # what was measured is of the scales before
     for name in plain.schemes:
         a, b = plain.linear(name), tuned.linear(name)
         assert torch.equal(a.codes, b.codes)
         assert not torch.equal(a.scales, b.scales)
         assert (b.scales / a.scales - 1).abs().max() < 0.02  # three steps of at most RATE, and the rounding of scales
+
+
+def test_errors_by_weights_that_were_folded_are_not_known_after_tuning(tmp_path: Path) -> None:
+    layers = qforge.quantize(recipe(tmp_path, "{tune: 2}", method="[awq, gptq]"), out=tmp_path / "out").layers
+    assert {(layer.relative_error, layer.output_error) for layer in layers if layer.scheme} == {(None, None)}
 
 
 @pytest.mark.parametrize(

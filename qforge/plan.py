@@ -11,8 +11,9 @@ from qforge.engines import tasks
 from qforge.errors import MissingCapabilityError, RecipeError, UnsupportedError
 from qforge.layouts import checkpoint
 from qforge.layouts.compressed_tensors_config import experts_problem
-from qforge.methods import Options, Quantizer, Transform, coupled, find, find_transforms, find_tuner, refine, statistics_needed
+from qforge.methods import Options, Quantizer, Transform, find, find_transforms, find_tuner, refine, statistics_needed
 from qforge.methods.device import check_runs_there, device_of
+from qforge.methods.reads import unread
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
 from qforge.models.tying import HEAD, shared_table, untied_because
@@ -100,7 +101,7 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
         notes.append(f"transformers 5.23 {unread}, so that it does not run this artifact as it is meant; qforge does, and other programs that follow its quantization_config")
     _check_transforms(transforms, schemes)
     _check_tuning(options, schemes, quantizer)
-    _check_weighing(options, schemes, quantizer)
+    notes += _unread(recipe, schemes)
     needed = frozenset() if quantizer is None else statistics_needed(quantizer, schemes, options).union(*(t.needs(options) for t in transforms))
     if recipe.quantize.kv_cache is not None:
         needed |= {KV_CACHE}
@@ -186,10 +187,13 @@ def _check_tuning(options: Options, schemes: Sequence[Scheme], quantizer: Quanti
         raise UnsupportedError(f"quantize.options.tune is for one scale (no power of two) for each output channel or group, not {schemes[0]}")
 
 
-def _check_weighing(options: Options, schemes: Sequence[Scheme], quantizer: Quantizer | None) -> None:
-    """Refuse to weigh outputs where no scheme's codes are chosen by it."""
-    if quantizer is not None and "outputs" in quantizer.needs(options) and not any(coupled.applies(s) for s in schemes):
-        raise UnsupportedError(f"quantize.options.fisher is for integers with one scale for each output channel or group, not {schemes[0]}; use fisher: false")
+def _unread(recipe: Recipe, schemes: Sequence[Scheme]) -> list[str]:
+    """Refuse options that nothing reads; of a sweep, which may cross methods with options, they are said."""
+    section = recipe.quantize
+    found = unread(section.method, schemes, section.options.model_dump(), OptionsSection().model_dump())
+    if found and not recipe.variant:
+        raise UnsupportedError("; ".join(found))
+    return [f"{sentence} (this variant goes without)" for sentence in found]
 
 
 def _check_cache(blocks: BlockModel, schemes: Sequence[Scheme]) -> None:

@@ -54,7 +54,7 @@ def load_members(path: str | Path, overrides: Sequence[str] = ()) -> list[Recipe
     found = []
     for name, changes in members(section):
         try:
-            found.append(load_recipe(path, [*overrides, "sweep=null", *texts(changes)]).at(Path(path).parent, name))
+            found.append(load_recipe(path, [*overrides, "sweep=null", *texts(changes)]).at(Path(path).parent, name, variant=True))
         except RecipeError as e:
             raise RecipeError(f"{path}: sweep, variant {name}: {str(e).replace('--set ', '')}") from e
     return found

@@ -220,6 +220,7 @@ class Recipe(Section):
     sweep: SweepSection | None = Field(None, description="Variants of this recipe to run together and compare.")
     _folder: Path = PrivateAttr(default_factory=Path)
     _name: str = PrivateAttr("recipe")
+    _variant: bool = PrivateAttr(False)
 
     @field_validator("version")
     @classmethod
@@ -262,6 +263,11 @@ class Recipe(Section):
         return self._name
 
     @property
+    def variant(self) -> bool:
+        """Whether it is one of a sweep, which its options may be meant for as a whole."""
+        return self._variant
+
+    @property
     def sha256(self) -> str:
         """Hex SHA-256 of the recipe with all its defaults, as canonical JSON (sorted keys, no spaces)."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()).hexdigest()
@@ -270,10 +276,10 @@ class Recipe(Section):
         """The recipe with all its defaults as plain JSON values; loading them again gives an equal recipe."""
         return self.model_dump(mode="json")
 
-    def at(self, folder: Path, name: str) -> Recipe:
-        """The same recipe, known as `name`, with its paths relative to `folder`."""
+    def at(self, folder: Path, name: str, *, variant: bool = False) -> Recipe:
+        """The same recipe, known as `name`, with its paths relative to `folder`; one of a sweep from here on where it is a `variant`."""
         placed = self.model_copy()
-        placed._folder, placed._name = folder, name
+        placed._folder, placed._name, placed._variant = folder, name, variant or self._variant
         return placed
 
 

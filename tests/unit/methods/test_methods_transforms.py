@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -159,3 +161,17 @@ def test_rounding_to_nearest_searches_its_scales_below_eight_bits() -> None:
         assert errors[text, True] < 0.98 * errors[text, False]
     for text in ("int8-channel-sym", "fp8-e4m3-channel"):
         assert errors[text, True] == errors[text, False]
+
+
+@pytest.mark.parametrize("search", [True, False])
+def test_awq_chooses_for_the_rounding_that_follows(monkeypatch: pytest.MonkeyPatch, search: bool) -> None:
+    seen: list[bool] = []
+    choose = scales.choose
+
+    def spy(*args: Any, search: bool) -> Any:
+        seen.append(search)
+        return choose(*args, search=search)
+
+    monkeypatch.setattr("qforge.methods.awq.scales.choose", spy)
+    AWQ().factors([Reader(torch.randn(8, 64), INT4)], stats_of(torch.randn(100, 64)), IDENTITY, 64, Options(scale_search=search))
+    assert set(seen) == {search}

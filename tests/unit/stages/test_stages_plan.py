@@ -12,6 +12,7 @@ import tiny
 from qforge import pipeline
 from qforge.errors import MissingCapabilityError, QforgeError, RecipeError, UnsupportedError
 from qforge.plan import Plan
+from qforge.recipe import load_members
 
 QUANTIZE = {"method": "rtn", "scheme": "int4-g32-sym"}
 GPTQ = {"method": "gptq", "scheme": "int4-g32-sym"}
@@ -48,6 +49,17 @@ def test_a_plan_writes_nothing_and_predicts_the_size(tmp_path: Path) -> None:
     [
         ({"quantize": {"method": "signround", "scheme": "nf4"}}, UnsupportedError, "learned rounding is for integers"),
         ({"quantize": {"method": "gptq", "scheme": "fp8-e4m3-channel", "options": {"fisher": True}}}, UnsupportedError, "fisher is for integers.*use fisher: false"),
+        ({"quantize": {**GPTQ, "options": {"fisher": True, "refine": 0}}}, UnsupportedError, "fisher weighs outputs in the sweeps of refine.*refine: 3"),
+        ({"quantize": {**QUANTIZE, "options": {"fisher": True}}}, UnsupportedError, "fisher is for methods gptq, signround and auto, not rtn; use fisher: false, or method: gptq"),
+        ({"quantize": {**QUANTIZE, "options": {"refine": 10}}}, UnsupportedError, "refine is for methods .*not rtn; use refine: 0"),
+        ({"quantize": {**QUANTIZE, "options": {"damping": 0.5}}}, UnsupportedError, "damping is for methods"),
+        ({"quantize": {**QUANTIZE, "options": {"error_correction": True}}}, UnsupportedError, "error_correction is for methods"),
+        ({"quantize": {"method": "none", "options": {"damping": 0.5}}}, UnsupportedError, "damping is for methods .*not none"),
+        ({"quantize": {**GPTQ, "options": {"steps": 1000}}}, UnsupportedError, "steps is for method signround, not gptq; use no steps, or method: signround"),
+        ({"quantize": {**GPTQ, "options": {"smoothing": 0.9}}}, UnsupportedError, "smoothing is for method smoothquant, not gptq"),
+        ({"quantize": {"method": "awq", "scheme": "int4-g32-sym", "options": {"refine": 10}}}, UnsupportedError, "refine is for methods .*not awq"),
+        ({"quantize": {**GPTQ, "scheme": "int4-tensor-sym", "options": {"refine": 10}}}, UnsupportedError, "refine is for numbers with one scale .*not int4-tensor-sym"),
+        ({"quantize": {**GPTQ, "scheme": "fp8-e4m3-block32", "options": {"refine": 10}}}, UnsupportedError, "refine is for numbers with one scale .*not fp8-e4m3-block32"),
         ({"quantize": {"method": ["smoothquant", "gptq"], "scheme": "int4-g32-sym"}}, UnsupportedError, r"method smoothquant: int4-g32-sym: .*add.*\+int8-token"),
         ({"quantize": {**QUANTIZE, "scheme": "int4-g48-sym"}}, RecipeError, r"q_proj.*48 does not divide.*64.*32"),
         ({"quantize": {**QUANTIZE, "scheme": "int4-g32-sym@u8/tensor:f32"}}, UnsupportedError, "two-level"),
@@ -74,6 +86,29 @@ def test_what_cannot_be_done_is_refused_by_name_before_anything_is_written(tmp_p
     with pytest.raises(error, match=says):
         pipeline.quantize(path, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "quantize",
+    [
+        {**QUANTIZE, "options": {"refine": 0, "act_order": False, "error_correction": False, "scale_search": False}},
+        {**GPTQ, "scheme": "nvfp4", "options": {"refine": 0}},
+        {**GPTQ, "options": {"refine": 1, "fisher": True, "damping": 0.5}},
+        {"method": ["smoothquant", "gptq"], "scheme": "w8a8-int8", "options": {"smoothing": 0.5, "damping": 0.1}},
+        {"method": "signround", "scheme": "int4-g32-sym", "options": {"steps": 3, "refine": 1}},
+        {"method": "auto", "budget": "5 bits", "options": {"damping": 0.02}},
+    ],
+)
+def test_an_option_that_says_what_is_so_is_not_refused(tmp_path: Path, quantize: dict[str, object]) -> None:
+    planned(tmp_path, quantize=quantize)
+
+
+def test_a_variant_of_a_sweep_goes_without_an_option_of_other_methods(tmp_path: Path) -> None:
+    """Whoever crosses methods with one set of options means the methods that have them."""
+    path = recipe(tmp_path, quantize={**GPTQ, "options": {"damping": 0.5}}, evaluate={"window": 64}, sweep={"matrix": {"quantize.method": ["rtn", "gptq"]}})
+    rtn, gptq = (pipeline.plan(member)[1].notes for member in load_members(path))
+    assert any("damping is for methods" in note and "goes without" in note for note in rtn)
+    assert not any("damping" in note for note in gptq)
 
 
 def test_workers_need_ray_and_a_method_that_reads_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

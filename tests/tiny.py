@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 TEXT = [
     "The small mill stands by the river, and the miller grinds wheat for the village every day of the week.",
@@ -36,9 +36,10 @@ def make(folder: Path, family: str = "llama", *, seed: int = 0, layers: int = 3,
          dtype: torch.dtype = torch.float32, **config: object) -> Path:  # fmt: skip
     """Write a seeded random model of a family (any causal-LM `model_type` of transformers) to `folder` and return it. Weights are scaled up so that logits are not flat."""
     fast = tokenizer()
+    width = {} if isinstance(getattr(CONFIG_MAPPING[family], "head_dim", None), property) else {"head_dim": hidden // heads}  # of some it is computed
     settings = AutoConfig.for_model(
         family, vocab_size=len(fast), hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        head_dim=hidden // heads, max_position_embeddings=256, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0, pad_token_id=None, **config,
+        max_position_embeddings=256, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0, pad_token_id=None, **width, **config,
     )  # fmt: skip
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(settings).eval()

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from qforge import numerics
 from qforge.errors import UnsupportedError
@@ -35,6 +36,22 @@ class Call:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+class _PassedOn(TorchFunctionMode):
+    """While open, hidden states from blocks that only pass on also serve modelling code that takes the first of a tuple: of `passed`, `[0]` is the tensor itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passed: torch.Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if args and args[0] is self.passed is not None:
+            if func is torch.Tensor.__getitem__ and type(args[1]) is int and args[1] == 0:
+                return args[0]
+            if func is torch.Tensor.unbind:
+                raise UnsupportedError("the decoder blocks of this family give more than hidden states to the model's own forward; such models are not available yet")
+        return func(*args, **(kwargs or {}))
 
 
 class BlockModel:
@@ -104,9 +121,10 @@ class BlockModel:
         def record(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             calls.append(Call(args, kwargs))
             inputs.append(hidden)
+            mode.passed = hidden
             return hidden
 
-        with self._patched(lambda _: record):
+        with self._patched(lambda _: record), _PassedOn() as mode:
             self._module.base_model(input_ids=_here(windows), use_cache=False)
         self._calls[(int(windows.shape[0]), int(windows.shape[1]))] = calls
         return inputs[0].clone()
@@ -172,8 +190,10 @@ class BlockModel:
         """Everything after the last block: yields a function from hidden states `[N, D]` to logits `[N, V]` (position by position), differentiable with `gradients`."""
 
         def logits(hidden: torch.Tensor) -> torch.Tensor:
-            with torch.set_grad_enabled(gradients), self._patched(lambda _: lambda *args, **kwargs: hidden[None]):
-                out: torch.Tensor = self._module(inputs_embeds=hidden[None], use_cache=False).logits[0]
+            with torch.set_grad_enabled(gradients), _PassedOn() as mode:
+                passed = mode.passed = hidden[None]
+                with self._patched(lambda _: lambda *args, **kwargs: passed):
+                    out: torch.Tensor = self._module(inputs_embeds=hidden[None], use_cache=False).logits[0]
             return out.float()
 
         head = {} if self.head_name is None else {self.head_name: self._module.get_output_embeddings()}
@@ -255,7 +275,9 @@ class BlockModel:
         loaded: list[nn.Module] = []
         for prefix, module in self._module.named_modules():
             names = [n for n, p in module._parameters.items() if p is not None]
-            wanted = id(module) not in inside and not (module is head and (tied or part is not self._module))
+            wanted = id(module) not in inside and not (module is head and part is not self._module)
+            if module is head and tied:
+                names.remove("weight")  # the embedding's
             if not names or not wanted or (module is embedding and not (embeds and (tied or part is not self._module))):
                 continue
             for name in names:

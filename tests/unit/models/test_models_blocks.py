@@ -58,3 +58,22 @@ def test_only_schemes_with_activations_round(blocks: BlockModel) -> None:
     round_static = numerics.input_rounding(SCHEME, torch.tensor(0.5))
     assert round_static is not None
     assert round_static(torch.tensor([0.55, 300.0])).tolist() == [0.5625, 224.0]
+
+
+@pytest.mark.parametrize(("family", "config"), [
+    ("falcon", {"new_decoder_architecture": True}), ("bloom", {}), ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2}),
+    ("gptj", {"rotary_dim": 8}), ("codegen", {"rotary_dim": 8}), ("gpt_neox", {}),
+])  # fmt: skip
+def test_a_chain_of_blocks_computes_what_the_model_does_also_where_blocks_give_tuples(tmp_path: Path, family: str, config: dict[str, object]) -> None:
+    model = open_model(str(tiny.make(tmp_path / "model", family, layers=2, **config)))
+    blocks = BlockModel(model)
+    ids = torch.randint(3, 300, (2, 21), generator=torch.Generator().manual_seed(0))
+    (hidden,) = blocks.embed([ids])
+    for index in range(blocks.num_blocks):
+        with blocks.block(index) as module, torch.no_grad():
+            hidden = blocks.run(index, module, hidden)
+    with blocks.head() as logits:
+        ours = logits(hidden.flatten(0, 1)).view(2, 21, -1)
+    with blocks.whole() as module, torch.no_grad():
+        theirs = module(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(ours, theirs)

@@ -8,7 +8,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from qforge.errors import OutputError
@@ -23,13 +23,18 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "qforge"
 
 
+def is_full(error: OSError) -> bool:
+    """Whether a write failed because there is no room left."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT) or (error.errno is None and "requested and" in str(error))  # numpy's short write has no number
+
+
 @contextlib.contextmanager
 def readable_errors(path: Path) -> Iterator[None]:
     """Turn what the operating system says about writing `path` into one clear OutputError."""
     try:
         yield
     except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT) or (e.errno is None and "requested and" in str(e)):  # numpy's short write has no number
+        if is_full(e):
             raise OutputError(f"the disk is full: writing {path} failed; free some space and run again (finished work is kept)") from e
         raise OutputError(f"cannot write {path}: {e.strerror or e}; choose another place") from e
 
@@ -65,6 +70,29 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file atomically (UTF-8, newlines as given)."""
     with atomic(path) as temporary:
         temporary.write_bytes(text.encode())
+
+
+def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write text files that belong together (UTF-8, newlines as given) to `folder`, which is made if missing: all of them or none. The last name appears last.
+
+    Raises:
+        OutputError: the disk is full, or one of them cannot be written.
+    """
+    with readable_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    parts = {folder / name: folder / f".{name}.part" for name in texts}
+    try:
+        for (path, part), text in zip(parts.items(), texts.values(), strict=True):
+            with readable_errors(path), open(part, "wb") as f:
+                f.write(text.encode())
+                f.flush()
+                os.fsync(f.fileno())
+        for path, part in parts.items():
+            with readable_errors(path):
+                os.replace(part, path)
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import torch
 from qforge import report
 from qforge.errors import OutputError, RecipeError
 from qforge.evaluate import power
-from qforge.files import LOCK, lock, readable_errors, write_text
+from qforge.files import LOCK, lock, readable_errors
 from qforge.machine_limits import default_threads
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model, open_model
@@ -151,8 +151,7 @@ def quantize(
         else:
             meter.recall(out / "work" / "meter.json")
         results = outcome.assemble(recipe, model, planned, texts, written, evaluation, made, pieces, journal, meter, _estimate(recipe, planned, blocks, texts), choice)
-        write_text(out / "results.json", results.to_json())
-        report.write(out / "results.json", out, list(recipe.report.formats))
+        report.write(results.to_json(), out, list(recipe.report.formats))
     return results
 
 

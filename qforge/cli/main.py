@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
 import importlib
 import importlib.util
 import os
 import reprlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import click
 
 from qforge import __version__
 from qforge.errors import QforgeError, RecipeError
+from qforge.files import is_full
 
 # Threads of torch's that wait for work give their core away instead of spinning. On a machine that is busy otherwise GPTQ of a small model took 87 s spinning and 7.5 s so.
 # They do so after some 50 us, as our own do: to be woken for every operation costs a tenth of tuning's time. OpenMP reads both when torch is imported, which every verb does later.
@@ -65,40 +70,56 @@ def cli(debug: bool) -> None:
 def main(args: list[str] | None = None) -> Any:
     """Run the command line and exit with the contract's code: 0, 1 (a gate failed), 2 (bad input), 3 (something lacks), 130 (interrupted)."""
     args = sys.argv[1:] if args is None else args
-    debug = "--debug" in args
+    debug, stdout = "--debug" in args, sys.stdout
     args = [a for a in args if a != "--debug"]
     try:
-        sys.exit(cli.main(args=args, prog_name="qforge", standalone_mode=False) or 0)
-    except click.exceptions.Exit as e:
-        sys.exit(e.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted; run the same command again to resume", err=True)
-        sys.exit(130)
-    except click.ClickException as e:
-        e.show()
-        sys.exit(2)
-    except QforgeError as e:
-        if debug:
-            raise
-        click.echo(f"error: {_shown(e)}", err=True)
-        sys.exit(e.exit_code)
+        try:
+            code = cli.main(args=args, prog_name="qforge", standalone_mode=False) or 0
+        except (SystemExit, click.exceptions.Exit) as e:
+            code = e.code if isinstance(e, SystemExit) else e.exit_code
+            if sys.stdout is not stdout:  # click wraps it where its reader has left, and ends with 1, which says that a gate failed
+                code = 141
+        sys.stdout.flush()  # what is still held back may find no room
     except BrokenPipeError:
-        sys.exit(141)
-    except OSError as e:
-        if debug or e.filename is None:
-            raise
-        click.echo(f"error: {e.strerror}: {reprlib.repr(e.filename)}", err=True)  # a path that is too long, a folder that may not be read, a disk that fails
-        sys.exit(2)
-    except Exception as e:
-        if debug:
-            raise
-        click.echo(f"internal error: {type(e).__name__}: {e}\nThis is a defect of qforge; run again with --debug for the traceback.", err=True)
-        sys.exit(70)
+        code = 141
     except BaseException as e:
-        if debug or type(e).__module__ != "pyo3_runtime":
+        if debug and not isinstance(e, (click.Abort, KeyboardInterrupt, click.ClickException)):
             raise
-        click.echo(f"error: a library that reads the model's files stopped ({_shown(e)}); they are damaged, or ask for what it does not know", err=True)  # a panic of Rust code
-        sys.exit(2)
+        code, show = _told(e)
+        with contextlib.suppress(OSError):
+            show()
+    _give_up_what_stdout_does_not_take()
+    sys.exit(code)
+
+
+def _told(e: BaseException) -> tuple[int, Callable[[], None]]:
+    """The exit code of what went wrong, and what says so on stderr."""
+    if isinstance(e, click.ClickException):
+        return 2, e.show
+    if isinstance(e, (click.Abort, KeyboardInterrupt)):
+        code, text = 130, "interrupted; run the same command again to resume"
+    elif isinstance(e, QforgeError):
+        code, text = e.exit_code, f"error: {_shown(e)}"
+    elif isinstance(e, OSError) and e.filename is not None:  # a path that is too long, a folder that may not be read, a disk that fails
+        code, text = 2, f"error: {e.strerror}: {reprlib.repr(e.filename)}"
+    elif isinstance(e, OSError) and (is_full(e) or e.errno in (errno.EIO, errno.EFBIG)):  # a write, which names no file
+        code, text = 2, f"error: {e.strerror or e}: what goes to stdout, or to a file, is not whole; make room and run again"
+    elif type(e).__module__ == "pyo3_runtime":  # a panic of Rust code
+        code, text = 2, f"error: a library that reads the model's files stopped ({_shown(e)}); they are damaged, or ask for what it does not know"
+    elif isinstance(e, Exception):
+        code, text = 70, f"internal error: {type(e).__name__}: {e}\nThis is a defect of qforge; run again with --debug for the traceback."
+    else:
+        raise e
+    return code, functools.partial(click.echo, text, err=True)
+
+
+def _give_up_what_stdout_does_not_take() -> None:
+    """Python would try once more when it ends, and then end with 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _shown(e: BaseException) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from qforge import report
 from qforge.engines.transformers_engine import TransformersEngine
-from qforge.files import lock, write_text
+from qforge.files import lock
 from qforge.models.lora import with_adapters
 from qforge.models.model import Model, open_model
 from qforge.recipe import Recipe
@@ -51,8 +51,7 @@ def explain(recipe: Recipe, results: Results, out: Path) -> Results:
         if found is None:
             journal.save(name, {"done": torch.ones(1)}, asdict(made), count=False)
         explained = replace(results, blame=made)
-        write_text(out / "results.json", explained.to_json())
-        report.write(out / "results.json", out, list(recipe.report.formats))
+        report.write(explained.to_json(), out, list(recipe.report.formats))
     return explained
 
 

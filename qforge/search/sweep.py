@@ -13,7 +13,7 @@ import torch
 
 from qforge import __version__, pipeline, report
 from qforge.errors import NumericalError, OutputError, QforgeError, UnsupportedError
-from qforge.files import LOCK, lock, readable_errors, write_text
+from qforge.files import LOCK, lock, readable_errors
 from qforge.models.model import open_model
 from qforge.progress import SILENT, Progress
 from qforge.recipe import Recipe, load_members, load_recipe
@@ -94,7 +94,6 @@ def sweep(recipe: str | Path, *, out: str | Path | None = None, overrides: Seque
             rows.append(row)
             results.append(found)
         made = _sweep(whole, ranked(rows, results), results)
-        write_text(folder / "sweep.json", made.to_json())
         report.write_sweep(made.to_json(), folder)
     return made
 

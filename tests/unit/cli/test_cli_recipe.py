@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +68,23 @@ def test_schema_describes_every_field_and_forbids_others() -> None:
         for name, field in section["properties"].items():
             assert field.get("description"), f"{section['title']}.{name} has no description"
     assert "int4-g64-sym" in json.dumps(schema["$defs"]["QuantizeSection"]["properties"]["scheme"])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("verb", [("recipe", "schema"), ("recipe", "init", "--out", "-"), ("recipe", "--help"), ("generate", "/nowhere", "--prompt", "a")])
+def test_a_full_stdout_is_bad_output_and_no_failed_gate(verb: tuple[str, ...]) -> None:
+    """Nor is it an error of Python's own at the end, which has code 120."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "qforge", *verb], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        silent = subprocess.run([sys.executable, "-m", "qforge", *verb], stdout=full, stderr=full, check=False)
+    assert done.returncode == silent.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_reader_that_left_is_no_error_of_ours() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as closed:
+        done = subprocess.run([sys.executable, "-m", "qforge", "recipe", "schema"], stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (141, "")

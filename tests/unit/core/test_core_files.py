@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qforge.errors import OutputError
-from qforge.files import atomic, atomic_folder, lock, readable_errors, sha256_tree, size_of, write_text
+from qforge.files import atomic, atomic_folder, lock, readable_errors, sha256_tree, size_of, write_text, write_texts
 
 
 def fail_after_writing(path: Path) -> None:
@@ -26,6 +26,22 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
         fail_after_writing(temporary)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_files_that_belong_together_are_all_written_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, sync = tmp_path / "new", os.fsync
+    write_texts(folder, {"a": "1", "b": "2"})
+    full = iter([False, True])
+
+    def synced(handle: int) -> None:
+        if next(full):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    with pytest.raises(OutputError, match=r"disk is full: writing .*b failed"):
+        write_texts(folder, {"a": "3", "b": "4"})
+    assert {p.name: p.read_text() for p in folder.iterdir()} == {"a": "1", "b": "2"}
 
 
 def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:

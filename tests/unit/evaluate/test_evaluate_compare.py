@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -420,3 +422,19 @@ def test_what_a_reviewer_reads_is_short(tmp_path: Path) -> None:
     assert "- size in bytes: 115,484,431 -\\> 99000\n- bits per weight: 4.12703 -\\> 3.25\n" in before
     assert "- **layers**: model.layers.1.mlp.up\\_proj and 28 more: int4-g64-sym -\\> int3-g64-sym\n" in details
     assert details.count("**layers**") == 1
+
+
+def test_a_disk_that_is_full_leaves_no_comparison_that_looks_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write(tmp_path, "a.json", {"evaluation": evaluation()})
+    sync, calls = os.fsync, []
+
+    def synced(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    assert run(a, a, "--out", tmp_path / "out") == 2
+    assert "the disk is full" in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == []

@@ -35,8 +35,7 @@ APART = """(() => {
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    (folder / "results.json").write_text(sample().to_json())
-    write(folder / "results.json", folder, ["html"])
+    write(sample().to_json(), folder, ["html"])
     rows = [
         Row("perplexity", 9.1234, 9.3, "ratio", 1.019, (1.011, 1.027), 0.001, 0.004, Verdict("worse")),
         Row("kl_mean", 0.1, 0.101, "difference", 0.001, None, 0.0001, None, Verdict("not enough data", 120000, (60000, 310000))),

@@ -242,17 +242,18 @@ def test_summary_reads_the_dataclass_too(results: dict[str, Any]) -> None:
 
 
 def test_write(results_path: Path, tmp_path: Path) -> None:
-    written = write(results_path, tmp_path, ["json", "markdown", "html", "junit"])
+    results = results_path.read_text()
+    written = write(results, tmp_path, ["json", "markdown", "html", "junit"])
     assert [p.name for p in written] == ["report.md", "report.html", "junit.xml"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["junit.xml", "report.html", "report.md", "results.json"]
     first = [p.read_bytes() for p in written]
-    write(results_path, tmp_path, ["junit", "html", "markdown"])
+    write(results, tmp_path, ["junit", "html", "markdown"])
     assert [p.read_bytes() for p in written] == first
     with pytest.raises(ValueError, match="'pdf'; allowed are json, markdown, html, junit"):
-        write(results_path, tmp_path, ["pdf"])
+        write(results, tmp_path, ["pdf"])
 
 
 def test_the_report_reads_only_results_json() -> None:
     code = "import sys, json, qforge.report, qforge.report.summary; print(json.dumps([m for m in sys.modules if m.split('.')[0] in ('qforge', 'torch', 'numpy')]))"
     loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-    assert {m for m in loaded if not m.startswith("qforge.report")} == {"qforge", "qforge.yaml_text"}
+    assert {m for m in loaded if not m.startswith("qforge.report")} == {"qforge", "qforge.errors", "qforge.files", "qforge.yaml_text"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from qforge.evaluate import power
 from qforge.files import LOCK, lock, readable_errors
 from qforge.machine_limits import default_threads
 from qforge.models.blocks import BlockModel
+from qforge.models.locate import model_folder
 from qforge.models.model import Model, open_model
 from qforge.plan import Plan, make_plan
 from qforge.progress import SILENT, Progress
@@ -263,11 +264,21 @@ def _refuse_foreign(out: Path, recipe: Recipe) -> None:
         found = [p.name for p in written if p.exists()]
         if found:
             raise OutputError(f"{out} is not an output folder of qforge, and has {', '.join(found)} in it, which a run would replace; choose another --out")
-    evaluated = recipe.evaluate.text if recipe.evaluate is not None else ""
-    for source in (recipe.model.source, *(a.source for a in recipe.adapters), recipe.calibration.source, evaluated):
-        path = (recipe.folder / Path(source).expanduser()).resolve()
-        if source and path.exists() and any(path.is_relative_to(w.resolve()) or (w.resolve().is_relative_to(path) and w.exists()) for w in written):
+    for source, path in _read(recipe):
+        if path == out.resolve():
+            raise OutputError(f"{out} is the folder of '{source}', which the run reads; choose another --out")
+        if any(path.is_relative_to(w.resolve()) for w in written):
             raise OutputError(f"the run reads {source}, which lies in {out}, where it writes; choose another --out")
+
+
+def _read(recipe: Recipe) -> Iterator[tuple[str, Path]]:
+    """Files and folders of this machine that a run reads: as the recipe names them, and where they are (what is read of an earlier run's folder is its model)."""
+    named: list[tuple[str, tuple[str, ...]]] = [(recipe.model.source, ("demo",)), *((a.source, ()) for a in recipe.adapters), (recipe.calibration.source, ("builtin", "generated"))]
+    named += [] if recipe.evaluate is None else [(recipe.evaluate.text, ("builtin",))]
+    for source, words in named:
+        path = recipe.folder / Path(source).expanduser()
+        if source not in words and path.exists():
+            yield source, model_folder(path).resolve()
 
 
 def _start(out: Path, planned: Plan, fresh: bool) -> None:

@@ -346,6 +346,34 @@ def test_files_that_are_not_ours_are_kept(tmp_path: Path) -> None:
     assert qforge.export(tmp_path / "out", "gguf").path == str(tmp_path / "out" / "exports" / "gguf")
 
 
+def test_a_run_inside_the_models_folder_resumes(tmp_path: Path) -> None:
+    model = tiny.make(tmp_path / "model")
+    quick = {"export": [], "evaluate": None, "quantize": {"method": "rtn", "scheme": "int4-g32-sym"}, "calibration": "default"}
+    recipe = write_recipe(model, model={"source": "."}, **quick)
+    first = qforge.quantize(recipe, out=model / "runs" / "recipe")
+    second = qforge.quantize(recipe, out=model / "runs" / "recipe")
+    assert second.work["computed"] == 0
+    assert second.artifact["sha256"] == first.artifact["sha256"]
+    before = sha256_tree(tmp_path)
+    with pytest.raises(OutputError, match="model is the folder of '.', which the run reads; choose another --out"):
+        qforge.quantize(recipe, out=model)
+    own = write_recipe(tmp_path, model={"source": "model/runs/recipe"}, **quick)  # a run's folder stands for its model
+    with pytest.raises(OutputError, match="the run reads model/runs/recipe, which lies in .*, where it writes"):
+        qforge.quantize(own, out=model / "runs" / "recipe")
+    own.unlink()
+    for name in ("calibration.txt", "evaluation.txt"):
+        (tmp_path / name).unlink()
+    assert sha256_tree(tmp_path) == before
+
+
+def test_words_of_a_recipe_are_no_paths(tmp_path: Path) -> None:
+    """`builtin` is qforge's text whatever folder has that name."""
+    tiny.make(tmp_path / "model")
+    recipe = write_recipe(tmp_path, export=[], evaluate={"text": "evaluation.txt", "window": 64}, calibration={"source": "builtin", "samples": 8, "sequence_length": 64})
+    for _ in range(2):
+        qforge.quantize(recipe, out=tmp_path / "builtin")
+
+
 def test_what_another_recipe_left_is_removed(tmp_path: Path) -> None:
     tiny.make(tmp_path / "model")
     out = tmp_path / "out"

@@ -119,7 +119,7 @@ def quantize(
             if choice is not None:
                 planned = _planned(recipe, merged, model, blocks, choices, choice)
                 skipped = exports.check(recipe, _expected(recipe, model, planned, blocks))
-            artifacts.clear_others(out, recipe, model_sha256, planned, texts, journal)
+            artifacts.clear_others(out, recipe, model, model_sha256, planned, texts, journal)
             meter.mark("before quantize")
             with meter.stage("quantize"):
                 pieces = artifacts.quantize(recipe, model_sha256, blocks, planned, texts, budget, journal, meter.clock, progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -48,16 +49,16 @@ def root_key(recipe: Recipe, model_sha256: str, plan: Plan, texts: Texts) -> str
     )
 
 
-def clear_others(out: Path, recipe: Recipe, model_sha256: str, plan: Plan, texts: Texts, journal: Journal) -> None:
+def clear_others(out: Path, recipe: Recipe, model: Model, model_sha256: str, plan: Plan, texts: Texts, journal: Journal) -> None:
     """Remove an artifact and exports that another recipe left: they must not be taken for this one's, neither while it runs nor after."""
-    if not journal.has(_artifact_key(recipe, root_key(recipe, model_sha256, plan, texts))):
+    if not journal.has(_artifact_key(root_key(recipe, model_sha256, plan, texts), _origin(recipe, model, model_sha256, plan, texts))):
         for name in ("model", "exports"):
             shutil.rmtree(out / name, ignore_errors=True)
 
 
-def _artifact_key(recipe: Recipe, root: str) -> str:
-    cached = recipe.quantize.kv_cache
-    return key("artifact", quantized=root, **({} if cached is None else {"kv_cache": cached}))
+def _artifact_key(root: str, origin: Mapping[str, Any]) -> str:
+    """Covers what the artifact says of itself beside what decides its weights: two recipes may give equal integers."""
+    return key("artifact", quantized=root, origin=origin)
 
 
 def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, texts: Texts, budget: int, journal: Journal, clock: Clock, progress: Progress) -> BlockPieces:
@@ -103,22 +104,23 @@ def _tuned(
 
 def write(folder: Path, recipe: Recipe, model: Model, model_sha256: str, plan: Plan, texts: Texts, pieces: BlockPieces, journal: Journal) -> dict[str, Any]:
     """Write OUT/model unless it is there already, whole and unchanged; returns its hash and size."""
-    name = _artifact_key(recipe, pieces.root)
+    origin = _origin(recipe, model, model_sha256, plan, texts)
+    name = _artifact_key(pieces.root, origin)
     found = journal.load(name)
     if found is not None and folder.is_dir() and sha256_tree(folder) == found[1]["sha256"]:
         return dict(found[1])
     owner = pieces.names()
     changed = pieces.changed() if plan.transforms else {}
-    origin = {**provenance(recipe, model, model_sha256, plan, texts, pieces), "changed": sorted(changed)}
-    write_artifact(folder, model, plan.schemes, lambda n: pieces.linear(owner[n], n), origin, changed=changed, kv_scales=pieces.kv_scales)
+    provenance = {**origin, "layers": [asdict(layer) for layer in pieces.layers()], "changed": sorted(changed)}
+    write_artifact(folder, model, plan.schemes, lambda n: pieces.linear(owner[n], n), provenance, changed=changed, kv_scales=pieces.kv_scales)
     weights = sum(size_of(p) for p in folder.glob("*.safetensors"))
     described = {"sha256": sha256_tree(folder), "size_bytes": size_of(folder), "weights_bytes": weights, "model_sha256": model_sha256}
     journal.save(name, {"done": torch.ones(1)}, described)
     return described
 
 
-def provenance(recipe: Recipe, model: Model, model_sha256: str, plan: Plan, texts: Texts, pieces: BlockPieces) -> dict[str, Any]:
-    """What qforge.json says: everything that decided the artifact's bytes, without times and paths."""
+def _origin(recipe: Recipe, model: Model, model_sha256: str, plan: Plan, texts: Texts) -> dict[str, Any]:
+    """What qforge.json says, but for what was measured of the layers: everything that decided the artifact's bytes, without times, paths and what is only compared with it."""
     section = recipe.to_dict()
     return {
         "qforge_version": __version__,
@@ -126,7 +128,6 @@ def provenance(recipe: Recipe, model: Model, model_sha256: str, plan: Plan, text
         "model": {"source": Path(model.source).name, "sha256": model_sha256, "dtype": str(model.dtype).removeprefix("torch."), "parameters": plan.parameters},
         "adapters": [{**asdict(a), "source": Path(a.source).name} for a in model.adapters],
         "quantize": section["quantize"],
-        "calibration": texts.described and {k: v for k, v in texts.described.items() if k not in ("source", "overlap")},
+        "calibration": texts.described and {k: v for k, v in texts.described.items() if k not in ("source", "overlap", "likeness")},
         "bits_per_weight": plan.bits_per_weight,
-        "layers": [asdict(layer) for layer in pieces.layers()],
     }

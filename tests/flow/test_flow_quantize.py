@@ -384,6 +384,32 @@ def test_what_another_recipe_left_is_removed(tmp_path: Path) -> None:
     assert not (out / "exports").exists() or not list((out / "exports").iterdir())
 
 
+def test_what_is_evaluated_decides_no_byte_of_the_artifact(tmp_path: Path) -> None:
+    """Nor where the texts lie."""
+    found = []
+    for name, words in (("a", 1500), ("elsewhere", 2000)):
+        (tmp_path / name).mkdir()
+        tiny.make(tmp_path / name / "model")
+        text = str(tmp_path / name / "calibration.txt")
+        recipe = write_recipe(tmp_path / name, export=[], calibration={"source": text, "samples": 40, "sequence_length": 64})
+        (tmp_path / name / "evaluation.txt").write_text(prose(3, words).upper() if name == "a" else "wort " * words)
+        found.append(qforge.quantize(recipe, out=tmp_path / name / "out"))
+    likeness = [(r.calibration or {})["likeness"] for r in found]
+    assert likeness[0] != likeness[1]
+    assert "another language" in likeness[1]["warning"]
+    assert found[0].artifact["sha256"] == found[1].artifact["sha256"]
+
+
+def test_the_artifact_names_the_recipe_that_made_it(tmp_path: Path) -> None:
+    """A recipe that gives the same integers may still be another one."""
+    tiny.make(tmp_path / "model")
+    for pattern in ("lm_head", "lm_*"):
+        recipe = write_recipe(tmp_path, export=[], evaluate=None, quantize={"method": "rtn", "scheme": "int4-g32-sym", "ignore": [pattern]})
+        results = qforge.quantize(recipe, out=tmp_path / "out")
+        assert json.loads((tmp_path / "out" / "model" / "qforge.json").read_text())["quantize"] == results.recipe["quantize"]
+        assert results.artifact["sha256"] == sha256_tree(tmp_path / "out" / "model")
+
+
 def test_an_optional_export_does_not_take_a_required_one_with_it(tmp_path: Path) -> None:
     tiny.make(tmp_path / "model")
     exports = [{"format": "gguf", "type": "q4_0", "optional": True}, {"format": "gguf", "type": "f32"}]

@@ -197,6 +197,9 @@ class ReportSection(Section):
 
 
 def _gate(value: Any) -> Any:
+    if not isinstance(value, str | dict | GateSection):
+        number = value if isinstance(value, int | float) and not isinstance(value, bool) else 0.1
+        raise ValueError(f"allowed: a comparison, '<= {number}' or '>= {number}', or one with a word for a miss, {{limit: '<= {number}', on: warn}}")
     return {"limit": value} if isinstance(value, str) else value
 
 
@@ -214,7 +217,7 @@ class Recipe(Section):
     quantize: QuantizeSection = Field(description="How the weights are quantized.")
     export: Annotated[tuple[ExportSection, ...], Listed] = Field((), description="Further formats of the same model; model/ is always written.")
     evaluate: EvaluateSection | None = Field(EvaluateSection(), description="Comparison with the original; null skips it.")
-    gates: dict[Literal[FIGURES], Annotated[GateSection, BeforeValidator(_gate)]] = Field({}, description=_GATE_SCHEMA_DOC)  # type: ignore[valid-type]
+    gates: dict[Literal[FIGURES], Annotated[GateSection, BeforeValidator(_gate, json_schema_input_type=Limit | GateSection)]] = Field({}, description=_GATE_SCHEMA_DOC)  # type: ignore[valid-type]
     run: RunSection = Field(RunSection(), description="Device, threads and memory.")
     report: ReportSection = Field(ReportSection(), description="Reports to write.")
     sweep: SweepSection | None = Field(None, description="Variants of this recipe to run together and compare.")

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 from click.testing import CliRunner
 
 from qforge.cli.main import cli, main
 from qforge.errors import OutputError
 from qforge.recipe import Recipe, json_schema, load_recipe
+from qforge.recipe.template import FIRST_RECIPE
+from qforge.recipe.yaml_tree import parse_yaml
+
+ROOT = Path(__file__).resolve().parents[3]
 
 GOOD = "version: 1\nmodel: {source: demo}\nquantize: {method: gptq, scheme: int4-g64-sym}\n"
 
@@ -68,6 +74,21 @@ def test_schema_describes_every_field_and_forbids_others() -> None:
         for name, field in section["properties"].items():
             assert field.get("description"), f"{section['title']}.{name} has no description"
     assert "int4-g64-sym" in json.dumps(schema["$defs"]["QuantizeSection"]["properties"]["scheme"])
+
+
+def test_the_schema_takes_what_qforge_takes_and_no_more() -> None:
+    """An editor would mark a shipped recipe, or the README's, as wrong."""
+    check = jsonschema.Draft202012Validator(json_schema())
+    texts = {path.name: path.read_text() for path in sorted((ROOT / "recipes").glob("*.yaml"))} | {"first": FIRST_RECIPE}
+    texts |= {f"README {i}": text for i, text in enumerate(re.findall(r"```yaml\n(version: 1\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))}
+    assert {"demo.yaml", "sweep.yaml", "README 0"} < set(texts)
+    for name, text in texts.items():
+        assert [(e.json_path, e.message) for e in check.iter_errors(parse_yaml(text, name).value)] == [], name
+    good = parse_yaml(GOOD, "good").value
+    assert check.is_valid(good | {"gates": {"kl_mean": {"limit": "<= 0.1", "on": "off"}}})
+    for wrong in (0.1, None, ["<= 0.1"], {"on": "warn"}, {"limit": "<= 0.1", "on": "fail"}):
+        assert not check.is_valid(good | {"gates": {"kl_mean": wrong}}), wrong
+    assert not check.is_valid(good | {"gates": {"kl_maen": "<= 0.1"}})
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

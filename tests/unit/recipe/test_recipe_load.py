@@ -173,6 +173,8 @@ MISTAKES = {
     "unknown format": (GOOD + "export:\n  - {format: gguf}\n  - {format: gugf}\n", "mine.yaml:6: export[1].format: given 'gugf'"),
     "export twice": (GOOD + "export: [{format: gguf}, {format: gguf}]\n", "the same format and type is listed twice"),
     "gate that is no condition": (GOOD + "gates: {perplexity_ratio: about one}\n", "mine.yaml:4: gates.perplexity_ratio.limit: given 'about one'"),
+    "gate that is a number": (GOOD + "gates: {kl_mean: 0.2}\n", "mine.yaml:4: gates.kl_mean: given 0.2; allowed: a comparison, '<= 0.2' or '>= 0.2', or one with"),
+    "gate that is nothing": (GOOD + "gates: {kl_mean: null}\n", "mine.yaml:4: gates.kl_mean: given nothing; allowed: a comparison, '<= 0.1' or"),
     "gate on an unknown figure": (GOOD + "gates:\n  kl_maen: <= 1\n", "mine.yaml:5: unknown key 'kl_maen' in gates (did you mean kl_mean?)"),
     "gate without an evaluation": (GOOD + "evaluate: null\ngates: {kl_mean: <= 1}\n", "mine.yaml:5: gates: nothing measures kl_mean because of evaluate: null"),
     "gate with a wrong word": (GOOD + "gates: {kl_mean: {limit: <= 1, on: fatal}}\n", "mine.yaml:4: gates.kl_mean.on: given 'fatal'; allowed: 'error', 'warn' or 'off'"),

@@ -132,9 +132,12 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
 def _refuse_unavailable(recipe: Recipe, model: Model) -> None:
     run = recipe.run
     device_of(run.device)
-    unrun = "evaluate.engine is transformers" if recipe.evaluate is not None and recipe.evaluate.engine == "transformers" else supports(model.spec)
+    engine = None if recipe.evaluate is None else recipe.evaluate.engine
+    unrun = "evaluate.engine is transformers" if engine == "transformers" else supports(model.spec)
     if run.activations != "fp" and unrun is not None:
         raise UnsupportedError(f"run.activations: {run.activations} is for the built-in runtime, but {unrun}; use activations: fp")
+    if engine == "runtime" and unrun is not None:
+        raise UnsupportedError(f"evaluate.engine: runtime, but {unrun}; use engine: auto or transformers")
     tasks.check(() if recipe.evaluate is None else recipe.evaluate.tasks)
 
 

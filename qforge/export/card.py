@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from qforge.files import write_text
+from qforge.files import size_of, write_text
 from qforge.types import Evaluation
 from qforge.yaml_text import yaml_text
 
@@ -29,7 +29,7 @@ def write_card(folder: Path, layout: str, provenance: Mapping[str, Any], evaluat
     Raises:
         OutputError: it cannot be written.
     """
-    write_text(folder / CARD, "\n".join([*_head(layout, provenance), *_recipe(provenance), *_quality(provenance, evaluation)]) + "\n")
+    write_text(folder / CARD, "\n".join([*_head(layout, provenance), *_recipe(folder, provenance), *_quality(provenance, evaluation)]) + "\n")
 
 
 def _head(layout: str, provenance: Mapping[str, Any]) -> Iterator[str]:
@@ -41,7 +41,7 @@ def _head(layout: str, provenance: Mapping[str, Any]) -> Iterator[str]:
         yield f"The LoRA adapter `{adapter.get('source')}` was merged into it first."
 
 
-def _recipe(provenance: Mapping[str, Any]) -> Iterator[str]:
+def _recipe(folder: Path, provenance: Mapping[str, Any]) -> Iterator[str]:
     if not provenance.get("quantize"):
         return
     yield "\n## Recipe\n\n```yaml"
@@ -50,7 +50,12 @@ def _recipe(provenance: Mapping[str, Any]) -> Iterator[str]:
     if calibration.get("tokens"):
         yield f"Calibrated on {calibration['tokens']:,} tokens; the text's SHA-256 is in qforge.json beside the artifact.\n"
     counts = Counter(layer["scheme"] or "as it was" for layer in provenance.get("layers") or [])
-    yield f"{provenance['bits_per_weight']:.3f} bits per weight, everything counted. Linear layers by scheme: {', '.join(f'{n} {scheme}' for scheme, n in counts.most_common())}."
+    quantized, parameters = any(layer["scheme"] for layer in provenance.get("layers") or []), (provenance.get("model") or {}).get("parameters")
+    figures = [f"{provenance['bits_per_weight']:.3f} bits per weight in the quantized layers, scales counted"] if quantized and provenance.get("bits_per_weight") else []
+    stored = sum(size_of(p) for p in folder.glob("*.safetensors"))
+    figures += [f"{8 * stored / parameters:.3f} bits per parameter of the whole model"] if stored and parameters else []
+    schemes = f"Linear layers by scheme: {', '.join(f'{n} {scheme}' for scheme, n in counts.most_common())}." if quantized else "No layer is quantized."
+    yield " ".join([*([", ".join(figures) + "."] if figures else []), schemes])
 
 
 def _quality(provenance: Mapping[str, Any], evaluation: Evaluation | None) -> Iterator[str]:

@@ -73,7 +73,7 @@ def inspect_onnx(path: Path, *, check: bool = False) -> dict[str, Any]:
         "parameters": sum(counted.values()),
         "size_bytes": sum(p.stat().st_size for p in {path, *files}),
         "tensor_bytes": tensor_bytes,
-        "bits_per_weight": round(8 * tensor_bytes / max(sum(counted.values()), 1), 4),
+        "bits_per_parameter": round(8 * tensor_bytes / max(sum(counted.values()), 1), 4),
         "schemes": _schemes(stored.operators()),
         "tensor_types": dict(Counter(TensorProto.DataType.Name(stored.initializers[n].data_type) for n in counted).most_common()),
         "metadata": {**stored.metadata, "opsets": ", ".join(f"{o.domain or 'ai.onnx'} {o.version}" for o in model.opset_import)},

@@ -93,7 +93,7 @@ def inspect_openvino(path: Path, *, check: bool = False) -> dict[str, Any]:
         "parameters": parameters,
         "size_bytes": path.stat().st_size + size,
         "tensor_bytes": tensor_bytes,
-        "bits_per_weight": round(8 * tensor_bytes / max(parameters, 1), 4),
+        "bits_per_parameter": round(8 * tensor_bytes / max(parameters, 1), 4),
         "schemes": dict(Counter(_form(c) for c in weights if c.kind in _CODES).most_common()),
         "tensor_types": dict(Counter(c.kind for c in weights).most_common()),
         "metadata": {e.tag: e.get("value") for e in net.iterfind("rt_info/qforge/*")} | {e.get("name", ""): e.get("value") for e in net.iterfind("rt_info/info")},

@@ -99,7 +99,7 @@ def _directory(path: Path, check: bool) -> dict[str, Any]:
         "parameters": parameters,
         "size_bytes": size_of(path),
         "tensor_bytes": tensor_bytes,
-        "bits_per_weight": round(8 * tensor_bytes / parameters, 4),
+        "bits_per_parameter": round(8 * tensor_bytes / parameters, 4),
         "quantized_fraction": round(quantized / parameters, 4),
         "quantized_bits_per_weight": round(sum(e["bits_per_weight"] * e["weights"] for e in linears) / quantized, 4) if quantized else None,
         "schemes": _counted([entry["scheme"] for entry in linears]),
@@ -169,7 +169,7 @@ def _gguf(header: GgufHeader, check: bool) -> dict[str, Any]:
         "parameters": parameters,
         "size_bytes": size_of(header.path),
         "tensor_bytes": tensor_bytes,
-        "bits_per_weight": round(8 * tensor_bytes / max(parameters, 1), 4),
+        "bits_per_parameter": round(8 * tensor_bytes / max(parameters, 1), 4),
         "schemes": _counted([t.type.name for t in matrices]),
         "tensor_types": _counted([t.type.name for t in header.tensors.values()]),
         "metadata": metadata,
@@ -208,7 +208,7 @@ def _kernels(found: Mapping[str, Any]) -> Iterator[str]:
 
 def summary(found: Mapping[str, Any]) -> Iterator[str]:
     """The lines that a person reads."""
-    yield f"{found['kind']}: {found['family']}, {found['parameters']:,} parameters, {found['size_bytes'] / 1e6:,.1f} MB, {found['bits_per_weight']:.2f} bits per weight"
+    yield f"{found['kind']}: {found['family']}, {found['parameters']:,} parameters, {found['size_bytes'] / 1e6:,.1f} MB, {found['bits_per_parameter']:.2f} bits per parameter"
     if found.get("quantized_bits_per_weight"):
         yield f"quantized:  {found['quantized_fraction']:.1%} of the weights, at {found['quantized_bits_per_weight']:.3f} bits each, scales included"
     if found["schemes"]:

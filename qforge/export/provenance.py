@@ -15,6 +15,7 @@ PROVENANCE = "qforge.json"
 
 class _Source(BaseModel):
     source: str
+    parameters: int | None = None
 
 
 class _Calibration(BaseModel):

@@ -78,10 +78,13 @@ def test_what_it_says(files, capsys, name, kind, schemes):
     assert (found["kind"], found["family"], found["schemes"], found["sound"]) == (kind, "llama", schemes, True)
     plain = open_model(str(files / "plain")).weights
     assert found["parameters"] == sum(torch.Size(plain.info(n).shape).numel() for n in plain.names())
+    assert 3 < found["bits_per_parameter"] < 33  # of all that is stored; `bits_per_weight` means the quantized layers, as in results.json
+    assert "bits_per_weight" not in found
     assert (found["provenance"] or {}).get("recipe_sha256") == ("abc" if name == "run" else None)
     code, out, _ = run(capsys, files / name)
     assert code == 0
     assert kind in out
+    assert f"{found['bits_per_parameter']:.2f} bits per parameter" in out
     assert "sound:      yes" in out
 
 

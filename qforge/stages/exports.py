@@ -209,7 +209,7 @@ def export_one(artifact: Model, source: Path, format_name: str, type_name: str |
     run = source if (source / "model").is_dir() else source.parent
     own = folder is None and (run / LOCK).exists()
     if folder is None:
-        folder = run / "exports" / format_name if own else source.parent / f"{source.stem}-{format_name}"
+        folder = run / "exports" / format_name if own else _beside(source, format_name)
     if not own and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputError(f"{folder} is not empty; --out names a new or empty folder, which the export will fill")
     if folder.resolve() == artifact.assets.resolve() or folder.resolve() in artifact.assets.resolve().parents:
@@ -221,6 +221,12 @@ def export_one(artifact: Model, source: Path, format_name: str, type_name: str |
     result = ExportResult(format_name, str(folder), **_write(artifact, format_name, type_name, folder, None, matrix))
     value = _verified(result, type_name, folder, artifact, "auto", seeded_prompts(_builtin_windows(artifact).ids, POSITIONS))
     return replace(result, lossless=value["lossless"], verified_by=[Verification(**v) for v in value["verified_by"]], skipped_because=value["skipped_because"])
+
+
+def _beside(source: Path, format_name: str) -> Path:
+    """Named after the file without its ending, or after the folder: `Q-1.7B` has none."""
+    named = source.resolve() if source.name in ("", "..") else source
+    return named.parent / f"{named.stem if named.is_file() else named.name}-{format_name}"
 
 
 def _builtin_importance(model: Model, progress: Progress) -> Imatrix:

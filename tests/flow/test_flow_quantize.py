@@ -374,6 +374,18 @@ def test_words_of_a_recipe_are_no_paths(tmp_path: Path) -> None:
         qforge.quantize(recipe, out=tmp_path / "builtin")
 
 
+def test_an_export_is_named_after_its_model(tmp_path: Path) -> None:
+    """A dot in a folder's name begins no ending."""
+    model = tiny.make(tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    quick = {"export": [], "evaluate": None, "quantize": {"method": "rtn", "scheme": "int4-g32-sym"}, "calibration": "default"}
+    qforge.quantize(write_recipe(tmp_path, **quick), out=tmp_path / "out")
+    named = shutil.copytree(tmp_path / "out" / "model", tmp_path / "elsewhere" / "Q-1.7B-Instruct")
+    assert qforge.export(named, "gptq").path == str(named.parent / "Q-1.7B-Instruct-gptq")
+    file = shutil.copy(Path(qforge.export(model, "gguf", type="f32").path) / "model-f32.gguf", tmp_path / "elsewhere" / "Q-1.7B.gguf")
+    assert qforge.export(file, "gguf", type="f16").path == str(named.parent / "Q-1.7B-gguf")
+
+
 def test_what_another_recipe_left_is_removed(tmp_path: Path) -> None:
     tiny.make(tmp_path / "model")
     out = tmp_path / "out"

@@ -21,13 +21,16 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the recipe with all its defaults as JSON.")
 def validate(file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Say that a recipe is valid, or what is wrong with it."""
-    from qforge.recipe import load_recipe
+    from qforge.recipe import load_members, load_recipe
 
     recipe = load_recipe(file, overrides)
+    variants = [] if recipe.sweep is None else load_members(file, overrides)
     if as_json:
         click.echo(json.dumps({"name": recipe.name, "sha256": recipe.sha256, "recipe": recipe.to_dict()}, indent=1))
         return
-    click.echo(f"{file} is valid: {recipe.model.source}, {' + '.join(recipe.quantize.method)} {recipe.quantize.scheme or ''}".rstrip())
+    what = f"{recipe.model.source}, {' + '.join(recipe.quantize.method)} {recipe.quantize.scheme or ''}".rstrip()
+    named = f", {len(variants)} variant{'s' if len(variants) > 1 else ''}: {', '.join(v.name for v in variants)}" if variants else ""
+    click.echo(f"{file} is valid: {what}{named}")
 
 
 @command.command("schema", help="Print the JSON Schema of a recipe, for editors and CI.")

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from qforge.cli.main import cli, main
-from qforge.errors import OutputError
+from qforge.errors import OutputError, RecipeError
 from qforge.recipe import Recipe, json_schema, load_recipe
 from qforge.recipe.template import FIRST_RECIPE
 from qforge.recipe.yaml_tree import parse_yaml
@@ -61,6 +61,19 @@ def test_a_wrong_recipe_ends_with_code_2_and_its_line(tmp_path: Path, capsys: py
         main(["recipe", "validate", str(path)])
     assert stopped.value.code == 2
     assert f"error: {path}:4: unknown key 'colour'" in capsys.readouterr().err
+
+
+def test_validate_looks_into_a_sweep(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(GOOD + "sweep: {matrix: {quantize.scheme: [int4-g64-sym, int8-channel-sym]}}\n")
+    assert run("validate", str(path)) == f"{path} is valid: demo, gptq int4-g64-sym, 2 variants: int4-g64-sym, int8-channel-sym\n"
+    assert json.loads(run("validate", str(path), "--json"))["recipe"]["sweep"]
+    for wrong, said in (("quantize.scheme: [int4-g64-sym, bogus]", "variant bogus"), ("quantize.mehtod: [rtn]", "unknown key 'mehtod'")):
+        path.write_text(GOOD + f"sweep: {{matrix: {{{wrong}}}}}\n")
+        for flags in ([], ["--json"]):
+            with pytest.raises(RecipeError, match=said):
+                CliRunner().invoke(cli, ["recipe", "validate", str(path), *flags], catch_exceptions=False)
+        run("validate", str(path), "--set", "sweep=null")
 
 
 def test_schema_describes_every_field_and_forbids_others() -> None:

@@ -75,7 +75,7 @@ def verify_onnx(folder: Path, model: Model, scorer: Scorer, prompts: Sequence[Se
     reason = onnx_runtime.missing()
     if reason is not None:
         return [], [f"{onnx_runtime.NAME}: {reason}"]
-    done = [verify_weights(stored, model), verify_execution(stored, scorer, prompts)]
+    done = [verify_weights(stored, model), verify_execution(stored, model, scorer, prompts)]
     try:
         done.append(verify_greedy(folder, scorer, prompts, kl_bound=_kl_bound(stored, model)))
     except MissingCapabilityError as e:
@@ -175,7 +175,7 @@ def _held(stored: Stored, name: str, expected: torch.Tensor) -> bool | None:
     return bool(np.array_equal(once.astype(np.float32), expected.numpy())) if np.array_equal(values, once) else None
 
 
-def verify_execution(stored: Stored, scorer: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:
+def verify_execution(stored: Stored, model: Model, scorer: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:
     """Divergence of ONNX Runtime's next-token distributions from the scorer's.
 
     Raises:

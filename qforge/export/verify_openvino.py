@@ -26,7 +26,7 @@ def verify_openvino(folder: Path, model: Model, scorer: Scorer, prompts: Sequenc
     reason = openvino_runtime.missing()
     if reason is not None:
         return [], [f"not executed: {reason}"]
-    return [verify_weights(folder, model), verify_execution(folder, scorer, prompts)], []
+    return [verify_weights(folder, model), verify_execution(folder, model, scorer, prompts)], []
 
 
 def verify_weights(folder: Path, model: Model) -> Verification:
@@ -64,7 +64,7 @@ def _others(found: Any, model: Model) -> Iterator[tuple[str, bool]]:
         yield name, name in constants and constants[name].data.tobytes() == tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def verify_execution(folder: Path, scorer: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:
+def verify_execution(folder: Path, model: Model, scorer: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:
     """Divergence of OpenVINO's next-token distributions from the scorer's, computed in fp32; and beside it how far its own settings take it.
 
     Raises:

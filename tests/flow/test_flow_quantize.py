@@ -355,10 +355,10 @@ def test_a_run_inside_the_models_folder_resumes(tmp_path: Path) -> None:
     assert second.work["computed"] == 0
     assert second.artifact["sha256"] == first.artifact["sha256"]
     before = sha256_tree(tmp_path)
-    with pytest.raises(OutputError, match="model is the folder of '.', which the run reads; choose another --out"):
+    with pytest.raises(OutputError, match=r"model is the folder of '\.', which the run reads; choose another --out"):
         qforge.quantize(recipe, out=model)
     own = write_recipe(tmp_path, model={"source": "model/runs/recipe"}, **quick)  # a run's folder stands for its model
-    with pytest.raises(OutputError, match="the run reads model/runs/recipe, which lies in .*, where it writes"):
+    with pytest.raises(OutputError, match=r"the run reads model/runs/recipe, which lies in .*, where it writes"):
         qforge.quantize(own, out=model / "runs" / "recipe")
     own.unlink()
     for name in ("calibration.txt", "evaluation.txt"):

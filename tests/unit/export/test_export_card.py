@@ -29,7 +29,8 @@ def test_a_card_holds_recipe_and_measured_quality(tmp_path):
     evaluation = Evaluation("ab" * 32, {}, "qforge", 5100, {"perplexity": 4.5}, [Cluster(5100, 1.0)], {"perplexity": 4.25}, kl_mean=0.03125, top1_agreement=0.9375)
     (tmp_path / "model.safetensors").write_bytes(bytes(675))
     text = written(tmp_path, "gptq", PROVENANCE, evaluation)
-    for part in ("library_name: transformers", "- gptq", "# SmolLM2-135M, quantized", "`my-lora`", "scheme: int4-g64-sym", "65,536 tokens", "5.125 bits per weight in the quantized layers, scales counted, 6.750 bits per parameter of the whole model.",
+    for part in ("library_name: transformers", "- gptq", "# SmolLM2-135M, quantized", "`my-lora`", "scheme: int4-g64-sym", "65,536 tokens",
+                 "5.125 bits per weight in the quantized layers, scales counted, 6.750 bits per parameter of the whole model.",
                  "2 int4-g64-sym, 1 as it was",
                  "| perplexity | 4.500 |",
                  "| perplexity of the unquantized model | 4.250 |", "0.0312", "0.9375",

@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 from runtime_models import folder, greedy, model, prompts, transformers_model
+from safetensors.torch import load_file, save_file
 
 from qforge.errors import DataError, ModelError, UnsupportedError
 from qforge.runtime import LLM, SamplingParams
@@ -163,6 +164,26 @@ def test_a_request_whose_text_cannot_be_made_ends_alone(llm: LLM, monkeypatch: p
         engine.step()
     assert requests[1].finish_reason == "cancelled"
     assert [requests[0].generated, requests[2].generated] == [wanted[0], wanted[2]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_whose_logits_are_not_finite_ends_with_a_message(tmp_path: Path, temperature: float) -> None:
+    """One token's embedding is not a number: who has it in the prompt ends, others go on."""
+    broken = shutil.copytree(folder("mistral"), tmp_path / "m")
+    state = load_file(broken / "model.safetensors")
+    state["model.embed_tokens.weight"][7] = float("nan")
+    save_file(state, broken / "model.safetensors", metadata={"format": "pt"})
+    llm, params = LLM(str(broken)), SamplingParams(max_tokens=6, ignore_eos=True, temperature=temperature, seed=1)
+    wanted = llm.generate([[3, 4, 5]], params)[0].token_ids
+    with pytest.raises(ModelError, match="not finite"):
+        llm.generate([[3, 4, 5], [3, 7, 5]], params)
+    engine = llm.engine()
+    good, bad = engine.add([3, 4, 5], params), engine.add([3, 7, 5], params)
+    with pytest.raises(ModelError, match="not finite"):
+        engine.step()
+    while engine.busy():
+        engine.step()
+    assert (good.generated, str(bad.finish_reason)) == (wanted, "cancelled")
 
 
 @pytest.mark.parametrize("token", [-1, 384, 2_000_000_000, -200_000_000])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from qforge.errors import DataError
 from qforge.ops.native_module import module
-from qforge.runtime.sampler import draw, uniform
-from qforge.runtime.sequence import SamplingParams
+from qforge.runtime.sampler import draw, sample, uniform
+from qforge.runtime.sequence import Draw, SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0])
 
@@ -104,3 +104,13 @@ def test_parameters_out_of_range_are_refused_by_name(name: str, value: object) -
 
 def test_one_stop_string_may_be_given_bare() -> None:
     assert SamplingParams(stop="end").stop == ("end",)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_have_no_token(bad: float, temperature: float) -> None:
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
+    logits[1] = bad
+    found = sample(logits, [Draw(SamplingParams(temperature=temperature), 3, 5)] * 2)
+    assert found[0] >= 0
+    assert found[1] == -1

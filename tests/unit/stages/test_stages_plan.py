@@ -114,8 +114,8 @@ def test_a_variant_of_a_sweep_goes_without_an_option_of_other_methods(tmp_path: 
 def test_a_runtime_that_does_not_run_the_model_is_refused_before_work(tmp_path: Path) -> None:
     tiny.make(tmp_path / "model", "olmo2")
     for out in (None, tmp_path / "out"):
-        with pytest.raises(UnsupportedError, match="evaluate.engine: runtime, but the built-in runtime does not list this family.*; use engine: auto or transformers"):
-            path = recipe(tmp_path, evaluate={"engine": "runtime"})
+        path = recipe(tmp_path, evaluate={"engine": "runtime"})
+        with pytest.raises(UnsupportedError, match=r"evaluate\.engine: runtime, but the built-in runtime does not list this family.*; use engine: auto or transformers"):
             pipeline.plan(path) if out is None else pipeline.quantize(path, out=out)
     assert not (tmp_path / "out").exists()
 

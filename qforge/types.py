@@ -55,6 +55,9 @@ class ModelSpec:
     layer_windows: tuple[int, ...]
     layer_ropes: tuple[RopeSpec, ...]
     attention_scale: float
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
     norm_offset: float = 0.0

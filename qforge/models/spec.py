@@ -37,6 +37,7 @@ def model_spec(config: PretrainedConfig) -> ModelSpec | None:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     gemma = family == "gemma3_text"
+    bias = bool(getattr(config, "attention_bias", False))
     return ModelSpec(
         family=family,
         vocab_size=config.vocab_size,
@@ -53,6 +54,9 @@ def model_spec(config: PretrainedConfig) -> ModelSpec | None:
         layer_windows=tuple(_window(config, kind) for kind in kinds),
         layer_ropes=tuple(r for r in ropes if r is not None),
         attention_scale=float(config.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
+        attention_bias=True if family == "qwen2" else bias,
+        output_bias=bias and family != "qwen2",
+        mlp_bias=bool(getattr(config, "mlp_bias", False)),
         qk_norm=family in ("qwen3", "gemma3_text"),
         post_norms=gemma,
         norm_offset=1.0 if gemma else 0.0,

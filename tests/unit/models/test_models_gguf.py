@@ -132,6 +132,7 @@ def test_an_f32_file_computes_what_its_model_computes(bases: dict[str, Path], tm
     assert rope["rope_theta"] == 12345.0
     assert model.spec is not None
     assert model.spec.head_dim == 16
+    assert model.spec.attention_bias == (family == "qwen2")
     text = "The miller, 12 sacks.\n\nEnd"
     assert model.tokenizer().encode(text) == AutoTokenizer.from_pretrained(bases[family]).encode(text)
     assert model.tokenizer().get_vocab() == AutoTokenizer.from_pretrained(bases[family]).get_vocab()

@@ -37,22 +37,22 @@ def test_llama3_scaling_in_all_its_forms(form: dict[str, Any]) -> None:
     assert len(spec.layer_ropes) == 6
 
 
-def test_llama_head_width_and_scale() -> None:
-    spec = model_spec(config("llama", head_dim=16, tie_word_embeddings=True))
+def test_llama_head_width_biases_and_scale() -> None:
+    spec = model_spec(config("llama", head_dim=16, attention_bias=True, mlp_bias=True, tie_word_embeddings=True))
     assert spec is not None
     assert (spec.head_dim, spec.attention_scale) == (16, 0.25)
-    assert spec.tied_head
+    assert (spec.attention_bias, spec.output_bias, spec.mlp_bias, spec.tied_head) == (True, True, True, True)
     plain = model_spec(config("llama"))
     assert plain is not None
-    assert (plain.head_dim, plain.qk_norm, plain.post_norms, plain.layer_windows) == (8, False, False, (0,) * 6)
+    assert (plain.head_dim, plain.attention_bias, plain.qk_norm, plain.post_norms, plain.layer_windows) == (8, False, False, False, (0,) * 6)
 
 
 def test_qwen_and_mistral() -> None:
     qwen2, qwen3 = model_spec(config("qwen2")), model_spec(config("qwen3", head_dim=16))
     assert qwen2 is not None
     assert qwen3 is not None
-    assert not qwen2.qk_norm
-    assert (qwen3.qk_norm, qwen3.head_dim) == (True, 16)
+    assert (qwen2.attention_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen3.attention_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 16)
     sliding = model_spec(config("qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=4))
     assert sliding is not None
     assert sliding.layer_windows == (0, 0, 0, 0, 64, 64)

@@ -16,6 +16,14 @@ from qforge.errors import OutputError
 LOCK = ".lock"  # in every output folder, and left there: it marks the folder as ours
 
 
+def expanded(path: str) -> Path:
+    """A path that a user wrote, with `~` as the home folder; that of a user whom nobody knows is taken as it is written."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def cache_folder() -> Path:
     """`$QFORGE_CACHE`, else `$XDG_CACHE_HOME/qforge`, else `~/.cache/qforge`."""
     if os.environ.get("QFORGE_CACHE"):

@@ -12,7 +12,7 @@ import torch
 from qforge import report
 from qforge.errors import OutputError, RecipeError
 from qforge.evaluate import power
-from qforge.files import LOCK, lock, readable_errors
+from qforge.files import LOCK, expanded, lock, readable_errors
 from qforge.machine_limits import default_threads
 from qforge.models.blocks import BlockModel
 from qforge.models.locate import model_folder
@@ -276,7 +276,7 @@ def _read(recipe: Recipe) -> Iterator[tuple[str, Path]]:
     named: list[tuple[str, tuple[str, ...]]] = [(recipe.model.source, ("demo",)), *((a.source, ()) for a in recipe.adapters), (recipe.calibration.source, ("builtin", "generated"))]
     named += [] if recipe.evaluate is None else [(recipe.evaluate.text, ("builtin",))]
     for source, words in named:
-        path = recipe.folder / Path(source).expanduser()
+        path = recipe.folder / expanded(source)
         if source not in words and path.exists():
             yield source, model_folder(path).resolve()
 

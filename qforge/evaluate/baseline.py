@@ -9,6 +9,7 @@ from pathlib import Path
 
 from qforge.errors import DataError, MissingCapabilityError
 from qforge.evaluate.sides import read
+from qforge.files import expanded
 
 ALLOWED = "a results.json, FOLDER or FOLDER@REF of past runs named by commit (<commit>.json or <commit>/results.json), REF:PATH in git, or a text file that names one of these"
 HISTORY = 30  # past runs shown
@@ -46,7 +47,7 @@ def find(baseline: str, candidate: Path, *, folder: Path = Path(".")) -> Found:
         DataError: there is no such baseline (the message says what is allowed).
         MissingCapabilityError: git is needed and not installed.
     """
-    path = folder / Path(baseline).expanduser()
+    path = folder / expanded(baseline)
     if path.is_dir():
         return _from_runs(path, None, candidate, folder)
     if path.is_file():

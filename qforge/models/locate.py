@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from qforge.errors import ModelError
+from qforge.files import expanded
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -21,7 +22,7 @@ def locate(source: str, folder: Path, revision: str | None = None, *, what: str 
         from qforge.models.demo import demo_file
 
         return demo_file()
-    path = folder / Path(source).expanduser()
+    path = folder / expanded(source)
     if source and path.exists():
         return path
     near = "/" in source and (folder / Path(source).parts[0]).exists()

@@ -10,6 +10,7 @@ import numpy as np
 from qforge.ops.native_module import module
 from qforge.ops.pages import anonymous
 
+LONGEST_INTEGER_HEAD = 512  # dimensions that int8 keys are turned in (kLongestIntegerHead)
 LANES = 16  # positions side by side in the key cache; a block holds a multiple of this many tokens
 CACHE_TYPES: dict[str, tuple[str, type[Any]]] = {
     "fp32": ("F32", np.float32),
@@ -46,7 +47,7 @@ class NativeCache:
 
     def __init__(self, kind: str, blocks: int, block_size: int, num_kv_heads: int, head_dim: int, scales: Sequence[Scales | None] = (None,)) -> None:
         assert block_size % LANES == 0, block_size
-        assert kind != "int8" or head_dim <= 512, f"a head of {head_dim} dimensions is longer than what is turned (kLongestIntegerHead)"
+        assert kind != "int8" or head_dim <= LONGEST_INTEGER_HEAD, head_dim
         native: Any = module()
         type_of = getattr(native.CacheType, CACHE_TYPES[kind][0])
         calibrated = [kind == "fp8" and s is not None for s in scales]

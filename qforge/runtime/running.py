@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from qforge.errors import MissingCapabilityError, UnsupportedError
 from qforge.machine_limits import available_memory
-from qforge.ops.native_cache import CACHE_TYPES, bytes_per_token
+from qforge.ops.native_cache import CACHE_TYPES, LONGEST_INTEGER_HEAD, bytes_per_token
 from qforge.ops.native_module import missing
 from qforge.runtime.native_decoder import NativeDecoder
 from qforge.runtime.native_model import NativeModel
@@ -154,11 +154,13 @@ def running(opened: Opened, where: Limits, blocks: int, how: How) -> Running:
     """The runner of a model, with a cache of so many blocks.
 
     Raises:
-        UnsupportedError: this kind of cache needs the native module.
+        UnsupportedError: this kind of cache needs the native module, or is not for heads of this size.
     """
     if opened.place is not None:
         return _on_gpu(opened, opened.place, where, blocks, how)
     kind, each = cache_kind(opened, how.kv_cache), token_bytes(opened, how.kv_cache)
+    if kind == "int8" and opened.spec.head_dim > LONGEST_INTEGER_HEAD:
+        raise UnsupportedError(f"a key/value cache in int8 is for heads of up to {LONGEST_INTEGER_HEAD} dimensions, and this model's have {opened.spec.head_dim}; use fp8 or fp16")
     if isinstance(opened.weights, NativeModel):
         return Running(NativeDecoder(opened.weights, threads=how.threads, num_blocks=blocks, block_size=where.block_size, kv_cache=kind), blocks, each, kind)
     if kind != "fp32" and not (kind == "fp8" and opened.spec.kv_scales):

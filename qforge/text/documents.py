@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qforge.errors import DataError
+from qforge.files import expanded
 from qforge.text.builtin import Role, builtin_files
 from qforge.text.chat import Rendered, Spans, has_chat_template, render_plain
 from qforge.text.hub import hub_texts, is_hub_id
@@ -58,7 +59,7 @@ def documents(source: str, *, role: Role, folder: Path, tokenizer: PreTrainedTok
     if source == "builtin":
         plain: ChatRenderer = lambda messages, where: Rendered(render_plain(messages))  # noqa: E731
         return replace(_from_files(source, builtin_files(role), render if has_chat_template(tokenizer) else plain), answers=())
-    path = folder / Path(source).expanduser()
+    path = folder / expanded(source)
     if os.path.isfile(path):
         return _asked(_from_files(source, (path,), render), role)
     if os.path.isdir(path):

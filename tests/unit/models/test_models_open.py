@@ -251,3 +251,8 @@ def test_a_longest_text_that_is_no_number_is_named(copy: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": "512"}))
     with pytest.raises(ModelError, match=r"model_max_length in tokenizer_config\.json is '512'"):
         open_model(str(copy)).tokenizer()
+
+
+def test_a_home_folder_of_nobody_is_a_path_that_is_not_there() -> None:
+    with pytest.raises(ModelError, match="there is no model at '~nosuchuser/x'"):
+        open_model("~nosuchuser/x")

@@ -170,6 +170,13 @@ def test_an_untied_head_of_integers_equals_transformers_on_them(head: str) -> No
     assert difference < (0.05 * wanted.abs().max() if head == "w8a8-int8" else LOGITS)
 
 
+def test_heads_beyond_what_int8_keys_are_turned_in_are_refused() -> None:
+    whole = model("llama")
+    assert whole.spec is not None
+    with pytest.raises(UnsupportedError, match="heads of up to 512 dimensions, and this model's have 528"):
+        LLM(replace(whole, spec=replace(whole.spec, head_dim=528)), kv_cache="int8")
+
+
 @pytest.mark.parametrize("blocks", [2**40, 2**62])
 def test_a_cache_beyond_all_memory_is_named(blocks: int) -> None:
     with pytest.raises(UnsupportedError, match="GiB, more than there is here"):

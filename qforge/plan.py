@@ -23,6 +23,7 @@ from qforge.runtime.decoder import supports
 from qforge.scheme import Number, Per, ScaleType, Scheme
 
 KV_CACHE = "kv_cache"  # among what calibration gathers: scales of keys and values
+MAKES = {"fp8": (Number.FP8_E4M3, Number.FP8_E5M2), "nf4": (Number.NF4,)}  # methods that are named after what they make
 ROUTER = "decides over experts: a choice that changes costs more than its few weights"
 
 
@@ -139,6 +140,10 @@ def _refuse_unavailable(recipe: Recipe, model: Model) -> None:
     if engine == "runtime" and unrun is not None:
         raise UnsupportedError(f"evaluate.engine: runtime, but {unrun}; use engine: auto or transformers")
     tasks.check(() if recipe.evaluate is None else recipe.evaluate.tasks)
+    method, scheme = recipe.quantize.method, recipe.quantize.scheme
+    if scheme is not None and scheme.number not in MAKES.get(method[-1], (scheme.number,)):
+        instead = "leave scheme out" if len(method) == 1 else f"give an {method[-1]} scheme"
+        raise UnsupportedError(f"method {method[-1]} makes {method[-1]}, not {scheme}; {instead}, or use method: rtn")
 
 
 def _layers(recipe: Recipe, model: Model, blocks: BlockModel, quantizer: Quantizer | None, chosen: Mapping[str, Scheme]) -> tuple[tuple[LayerPlan, ...], list[str]]:

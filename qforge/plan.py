@@ -151,7 +151,7 @@ def _layers(recipe: Recipe, model: Model, blocks: BlockModel, quantizer: Quantiz
     section = recipe.quantize
     for field, patterns in (("ignore", section.ignore), ("overrides", [o.match for o in section.overrides])):
         for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in shapes):
+            if pattern != HEAD and not any(_matches(name, pattern) for name in shapes):
                 raise RecipeError(f"quantize.{field}: '{pattern}' matches no linear layer of this model; names look like {_examples(shapes)}")
     layers: list[LayerPlan] = []
     changed: dict[str, list[str]] = {}
@@ -267,11 +267,16 @@ def linear_shapes(blocks: BlockModel) -> dict[str, tuple[int, int]]:
 def by_hand(recipe: Recipe, name: str) -> tuple[Scheme | None, str | None]:
     """The scheme that the recipe's overrides give to a linear, or the reason why it stays as it is; neither where the recipe does not single it out."""
     section = recipe.quantize
-    override = next((o.scheme for o in reversed(section.overrides) if fnmatchcase(name, o.match)), None)
+    override = next((o.scheme for o in reversed(section.overrides) if _matches(name, o.match)), None)
     if override is not None:
         return override, None
-    pattern = next((p for p in section.ignore if fnmatchcase(name, p)), None)
+    pattern = next((p for p in section.ignore if _matches(name, p)), None)
     return None, None if pattern is None else f"ignored by '{pattern}'"
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """`lm_head` is the output head also where the modelling code calls it otherwise (`output_projection`): the only linear outside all parts of the model."""
+    return fnmatchcase(name, pattern) or (pattern == HEAD and "." not in name)
 
 
 def _fitted(scheme: Scheme, name: str, out_features: int, in_features: int, fallback: str) -> tuple[Scheme | None, str | None]:

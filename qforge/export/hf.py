@@ -22,7 +22,7 @@ from qforge.models import assets as asset_files
 from qforge.models import skeleton
 from qforge.models.config import read_json
 from qforge.models.model import Model
-from qforge.models.tying import HEAD, shared_table
+from qforge.models.tying import HEAD, shared_table, tied_head
 from qforge.models.weights import TensorInfo
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
@@ -63,7 +63,7 @@ def write_artifact(
     if reason is not None:
         raise UnsupportedError(reason)
     table = shared_table(model, schemes)
-    config = config_json(model.config, model.dtype, tied=False if HEAD in schemes and table is None else None)
+    config = config_json(model.config, model.dtype, tied=False if tied_head(model, schemes) is not None and table is None else None)
     if schemes or kv_scales:
         tied = None if table is None else (HEAD, table)
         config["quantization_config"] = checkpoint.quantization_config(schemes, unquantized_linears(model, schemes), model.dtype, tied, kv_cache=bool(kv_scales))
@@ -105,7 +105,7 @@ def write_checkpoint(
     with atomic_folder(folder) as temporary:
         write_safetensors(temporary, [*checkpoint_pieces(model, model.schemes, packed), *more], stem=stem, shard_bytes=shard_bytes)
         files = dict(told())
-        untied = False if HEAD in model.schemes else None
+        untied = None if tied_head(model, model.schemes) is None else False
         write_json(temporary / "config.json", config_json(model.config, model.dtype, tied=untied) | dict(files.pop("config.json", {})))
         for name, content in files.items():
             write_json(temporary / name, content)
@@ -150,16 +150,17 @@ def checkpoint_pieces(
 ) -> list[Piece]:
     """Pieces of a checkpoint in the order of the model's weights: quantized linears through `packed`, everything else as it is or as `changed` has it, a tied head not at all.
     `table`: the embedding whose place a head takes that is tied to it."""
-    tied = bool(model.config.tie_word_embeddings)
+    head = tied_head(model, schemes)
+    left_out = model.tied if model.config.tie_word_embeddings else ()
     pieces = []
     for name in model.weights.names():
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and (module in schemes or module == table):
             pieces.append(packed(HEAD if module == table else module))
-        elif not (tied and name.startswith(HEAD + ".")):
+        elif name not in left_out:
             pieces.append(_plain(model, name, changed.get(name)))
-    if HEAD in schemes and table is None and f"{HEAD}.weight" not in model.weights.names():
-        pieces.append(packed(HEAD))
+    if head is not None and table is None and f"{head}.weight" not in model.weights.names():
+        pieces.append(packed(head))
     return pieces
 
 
@@ -171,10 +172,9 @@ def cache_pieces(method: str, kv_scales: KvScales, dtype: torch.dtype) -> list[P
 
 def weight_shape(model: Model, module: str) -> tuple[int, int]:
     """`[O, I]` of a linear; the embedding's for a tied head."""
-    names = model.weights.names()
     name = f"{module}.weight"
-    if module == HEAD and name not in names:
-        name = next(n for n in names if n.endswith("embed_tokens.weight"))
+    if name in model.tied and name not in model.weights.names():
+        name = model.tied[name]
     rows, columns = model.weights.info(name).shape
     return rows, columns
 

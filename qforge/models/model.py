@@ -43,6 +43,7 @@ class Model:
         dtype: in which unquantized tensors are stored.
         assets: folder with tokenizer, chat template and generation config.
         schemes: quantized linears by module name (without `.weight`); empty for a plain model.
+        tied: tensor -> the tensor that it is where the config ties word embeddings (`Skeleton.tied`).
         kv_scales: where a checkpoint says that keys and values are kept as FP8 E4M3; else empty.
         adapters: what `with_adapters` merged.
     """
@@ -56,6 +57,7 @@ class Model:
     schemes: Mapping[str, Scheme] = field(default_factory=dict)
     kv_scales: KvScales = field(default_factory=dict)
     adapters: tuple[AdapterReport, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
     trust_remote_code: bool = False
 
     def linear(self, name: str) -> QuantizedLinear:
@@ -135,7 +137,7 @@ def _open_directory(source: str, path: Path, dtype: str, trust_remote_code: bool
     config.dtype = chosen
     if dtype != "auto" or not schemes:
         stored = Cast(stored, chosen, keep=exact)
-    return Model(source, config, model_spec(config), stored, chosen, path, schemes, kv_scales, trust_remote_code=trust_remote_code)
+    return Model(source, config, model_spec(config), stored, chosen, path, schemes, kv_scales, tied=skeleton.tied, trust_remote_code=trust_remote_code)
 
 
 def _own_dtype(config: PretrainedConfig, shards: WeightSource) -> torch.dtype:

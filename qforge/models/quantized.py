@@ -66,7 +66,7 @@ class QuantizedSource:
                 continue
             if module == self.table is not None:
                 self._parts[_HEAD].append(local)
-            elif self.table is not None and module == _HEAD:
+            elif self.table is not None and module == _HEAD and local != "bias":
                 continue
             elif module in self.schemes and local != "bias":
                 self._parts[module].append(local)
@@ -197,7 +197,7 @@ def _compressed(config: Mapping[str, Any], held: set[str], skeleton: Skeleton, o
             raise ModelError(f"{origin}: quantization_config has a {key}, which qforge does not read yet")
     if not config.get("config_groups") and kv_cache.described("compressed-tensors", config):
         return {}
-    tied_away = {name.removesuffix(".weight") for name in skeleton.tied} - {name.rpartition(".")[0] for name in held}
+    tied_away = {name.removesuffix(".weight") for name in skeleton.tied} - {name.rpartition(".")[0] for name in held if not name.endswith(".bias")}
     schemes = read_config(config, [name for name in skeleton.linears if name not in tied_away])
     bare = [name for name in schemes if f"{name}.weight_scale" not in held]
     if bare or not schemes:

@@ -13,16 +13,22 @@ HEAD = "lm_head"
 
 def shared_table(model: Model, schemes: Mapping[str, Scheme]) -> str | None:
     """Module name of the embedding that holds the codes of the quantized head, too; None where the head is unquantized, not tied, or gets its own codes (`untied_because`)."""
-    name = _table(model, schemes)
-    return None if name is None or table_problem(schemes[HEAD]) is not None else name
+    head = tied_head(model, schemes)
+    return None if head is None or _problem(head, schemes) is not None else model.tied[f"{head}.weight"].removesuffix(".weight")
 
 
 def untied_because(model: Model, schemes: Mapping[str, Scheme]) -> str | None:
     """Why quantizing a tied head unties it, so that the embedding stays beside it as it is; None where it does not."""
-    return None if _table(model, schemes) is None else table_problem(schemes[HEAD])
+    head = tied_head(model, schemes)
+    return None if head is None else _problem(head, schemes)
 
 
-def _table(model: Model, schemes: Mapping[str, Scheme]) -> str | None:
-    if HEAD not in schemes or not model.config.tie_word_embeddings:
+def tied_head(model: Model, schemes: Mapping[str, Scheme]) -> str | None:
+    """Module name of a quantized head that is tied to the embedding; None where it is unquantized or not tied."""
+    if not model.config.tie_word_embeddings:
         return None
-    return next((n.removesuffix(".weight") for n in model.weights.names() if n.endswith("embed_tokens.weight")), None)
+    return next((name for tied in model.tied if (name := tied.removesuffix(".weight")) in schemes), None)
+
+
+def _problem(head: str, schemes: Mapping[str, Scheme]) -> str | None:
+    return f"it is called {head}, and only {HEAD} is known to share codes" if head != HEAD else table_problem(schemes[head])

@@ -23,7 +23,7 @@ def rtn(model, text="int4-g32-sym", overrides=None, head=False, ignore=()):
         schemes["lm_head"] = parse(text)
 
     def linear(name: str) -> QuantizedLinear:
-        stored = f"{name}.weight" if f"{name}.weight" in model.weights.names() else "model.embed_tokens.weight"
+        stored = f"{name}.weight" if f"{name}.weight" in model.weights.names() else model.tied[f"{name}.weight"]
         weight = model.weights.read(stored).float()
         scheme = schemes[name]
         bias = model.weights.read(f"{name}.bias") if f"{name}.bias" in model.weights.names() else None

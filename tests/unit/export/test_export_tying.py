@@ -11,13 +11,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qforge import numerics
+from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import ModelError
 from qforge.export.gguf import GgufExporter
 from qforge.export.gptq import GptqExporter
 from qforge.export.hf import write_artifact
 from qforge.export.inspection import inspect
 from qforge.export.verify_gguf import verify_gguf_weights
+from qforge.models.blocks import BlockModel
 from qforge.models.model import open_model
+from qforge.models.tying import shared_table
+from qforge.plan import make_plan
+from qforge.recipe.model import Recipe
 from qforge.scheme import parse
 
 HEAD, TABLE = "lm_head", "model.embed_tokens"
@@ -54,6 +59,39 @@ def test_transformers_dequantizes_one_table_for_both(tmp_path, head, text, famil
     assert torch.equal(model.get_input_embeddings().weight, expected)
     assert torch.equal(model.get_output_embeddings().weight, expected)
     torch.testing.assert_close(logits.double(), hidden.double() @ expected.double().T, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("head", ["int8-channel-sym", "int4-g32-sym"], ids=["one table", "untied"])
+@pytest.mark.parametrize(("family", "table"), [("gpt_neox", "gpt_neox.embed_in"), ("gpt_bigcode", "transformer.wte"), ("phi", TABLE)])
+def test_embeddings_by_any_name_and_heads_with_a_bias_are_written_and_read(tmp_path, family, table, head):
+    folder, q = artifact(tmp_path, head, family=family, only=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits = model(TOKENS).logits
+        hidden = model.base_model(TOKENS).last_hidden_state
+    bias = 0.0 if q.bias is None else q.bias.double()
+    assert (q.bias is not None) == (family == "phi")
+    torch.testing.assert_close(logits.double(), hidden.double() @ numerics.dequantize(q).double().T + bias, atol=1e-4, rtol=1e-4)
+    opened = open_model(str(folder))
+    assert opened.linear(HEAD).equals(q)
+    assert opened.config.tie_word_embeddings == (head == "int8-channel-sym")
+    assert (shared_table(opened, opened.schemes) == table) == (head == "int8-channel-sym")
+    torch.testing.assert_close(torch.cat(list(TransformersEngine(opened).score(TOKENS.tolist()))), logits[0, :-1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_tied_head_by_another_name_is_untied_where_it_is_quantized_and_lm_head_in_a_recipe_means_it(tmp_path):
+    source = open_model(str(tiny.make(tmp_path / "source", "biogpt", layers=2, tied=True)))
+    schemes = {"output_projection": parse("int8-channel-sym")}
+    weight = source.weights.read("biogpt.embed_tokens.weight").float()
+    q = numerics.quantize(weight, schemes["output_projection"], *numerics.minmax_parameters(weight, schemes["output_projection"]))
+    write_artifact(tmp_path / "model", source, schemes, lambda name: q, {})
+    opened = open_model(str(tmp_path / "model"))
+    assert not opened.config.tie_word_embeddings
+    assert opened.linear("output_projection").equals(q)
+    assert torch.equal(opened.weights.read("biogpt.embed_tokens.weight"), weight)
+    recipe = Recipe.model_validate({"version": 1, "model": {"source": "x"}, "quantize": {"method": "rtn", "scheme": "int8-channel-sym"}})
+    plan = make_plan(recipe, source, BlockModel(source), source)
+    assert {p.name: p.reason for p in plan.layers if p.scheme is None} == {"output_projection": "ignored by 'lm_head'"}
 
 
 def test_it_is_read_as_one_table_and_written_again_as_it_is(tmp_path):

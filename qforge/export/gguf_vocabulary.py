@@ -17,21 +17,9 @@ from tokenizers import pre_tokenizers as pre
 from transformers import PreTrainedTokenizerBase
 
 from qforge.errors import UnsupportedError
+from qforge.models.gguf_pre_tokenizers import PRE_TOKENIZERS
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# llama.cpp's name of a pre-tokenizer -> the splits that it makes, one after the other (llama-vocab.cpp)
-_PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
-    "gpt-2": (_GPT2,),
-    "smollm": (r"\p{N}", _GPT2),
-    "llama-bpe": (_WORDS % "{1,3}",),
-    "qwen2": (_WORDS % "",),
-    "gpt-4o": (_CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", "{1,3}"),),
-    "tekken": (_CASED % ("", "", ""),),
-}
+_PRE_TOKENIZERS = {name: PRE_TOKENIZERS[name].splits for name in ("gpt-2", "smollm", "llama-bpe", "qwen2", "gpt-4o", "tekken")}
 _PROBES = (
     "Hello, world! It's 3 o'clock; we'LL pay $1234.50 (or 99%).",
     "  two  spaces\n\n\nand lines\r\n\r\n  \t tabs\t\tx ",

@@ -12,6 +12,7 @@ import mmap
 import re
 import reprlib
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,22 +63,37 @@ def read_gguf_header(path: Path) -> GgufHeader:
     Raises:
         ModelError: no GGUF file, an unknown version, a truncated or inconsistent one; the message says what is wrong.
     """
+    return _read(path, ())
+
+
+def read_arrays(path: Path, keys: Collection[str]) -> dict[str, list[Any]]:
+    """Arrays of the metadata in full, strings too; a key that the file lacks, or that is no array, is left out.
+
+    Raises:
+        ModelError: as `read_gguf_header`.
+    """
+    header = _read(path, keys)
+    return {key: list(found) for key in keys if isinstance(found := header.metadata.get(key), (list, bytes))}
+
+
+def _read(path: Path, whole: Collection[str]) -> GgufHeader:
     try:
         size = path.stat().st_size
         if size < 24:
             raise ModelError(f"{path} is no GGUF file: it has {size} bytes" if size else f"{path} is empty; copy the model again")
         with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(path, data).header()
+            return _Reader(path, data, whole).header()
     except OSError as e:
         raise ModelError(f"cannot read {path}: {e.strerror}") from e
 
 
 class _Reader:
-    """A cursor that never passes the end of the file."""
+    """A cursor that never passes the end of the file. Arrays of the keys `whole` are kept, however long."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap, whole: Collection[str]) -> None:
         self._path = path
         self._data = data
+        self._whole = whole
         self._size = len(data)
         self._at = 0
 
@@ -88,7 +104,7 @@ class _Reader:
             key = self._string()
             if key in metadata:
                 raise self._damaged(f"the key '{key}' occurs twice")
-            metadata[key] = self._value(self._unpack("I"))
+            metadata[key] = self._value(self._unpack("I"), key in self._whole)
         architecture = metadata.get("general.architecture")
         if not isinstance(architecture, str) or not re.fullmatch(r"[\w.-]{1,64}", architecture):
             raise self._damaged("it has no general.architecture" if architecture is None else f"general.architecture is {reprlib.repr(architecture)}, no name")
@@ -138,28 +154,30 @@ class _Reader:
         try:
             return raw.decode()
         except UnicodeDecodeError as e:
-            raise self._damaged(f"a name before byte {self._at} is not UTF-8") from e
+            raise self._damaged(f"a text before byte {self._at} is not UTF-8") from e
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, whole: bool) -> Any:
         if kind in _SCALARS:
             return self._unpack(_SCALARS[kind])
         if kind == _STRING:
             return self._string()
         if kind == _ARRAY:
-            return self._array(self._unpack("I"), self._unpack("Q"))
+            return self._array(self._unpack("I"), self._unpack("Q"), whole)
         raise self._damaged(f"a metadata value before byte {self._at} has the unknown type {kind}")
 
-    def _array(self, kind: int, count: int) -> Any:
+    def _array(self, kind: int, count: int, whole: bool) -> Any:
         if kind in _SCALARS:
             width = struct.calcsize(f"<{_SCALARS[kind]}")
             start = self._skip(count * width)
             if kind == _BYTE:
                 return self._data[start : self._at]
-            return list(struct.unpack_from(f"<{count}{_SCALARS[kind]}", self._data, start)) if count <= _LONGEST_KEPT else count
+            return list(struct.unpack_from(f"<{count}{_SCALARS[kind]}", self._data, start)) if whole or count <= _LONGEST_KEPT else count
         if kind != _STRING:
             raise self._damaged(f"an array before byte {self._at} has elements of the unknown type {kind}")
         if count > _MOST_STRINGS or count * 8 > self._size - self._at:
             raise self._damaged(f"an array of {count} strings at byte {self._at} does not fit into its {self._size} bytes")
+        if whole:
+            return [self._string() for _ in range(count)]
         for _ in range(count):
             self._skip(self._unpack("Q"))
         return count

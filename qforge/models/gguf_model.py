@@ -7,22 +7,20 @@ from pathlib import Path
 
 import torch
 from gguf import GGMLQuantizationType
-from tokenizers import pre_tokenizers
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers import __version__ as transformers_version
 
+from qforge.errors import ModelError
 from qforge.models import skeleton as skeletons
 from qforge.models.assets import reading_tokenizer
 from qforge.models.cache import cached_folder
 from qforge.models.gguf_config import gguf_config, token_id
 from qforge.models.gguf_header import GgufHeader, read_gguf_header
 from qforge.models.gguf_source import GgufSource
+from qforge.models.gguf_tokenizer import write_tokenizer
 from qforge.models.model import DTYPES, Model
 from qforge.models.spec import model_spec
 from qforge.models.weights import Cast, digest
-
-# llama.cpp's names of pre-tokenizers that split numbers into single digits before GPT-2's own splitting (llama-vocab.cpp); transformers' reader leaves that out.
-_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 
 
 def open_gguf(source: str, path: Path, dtype: str) -> Model:
@@ -55,45 +53,25 @@ def _own_dtype(header: GgufHeader) -> torch.dtype:
 
 
 def _assets(header: GgufHeader, config: PretrainedConfig) -> Path:
-    """The tokenizer as a folder: made once for each header and version of transformers, whose reader makes it."""
+    """The tokenizer as a folder: made once for each header."""
 
     def build(folder: Path) -> None:
-        alone = folder / "model.gguf"  # away from tokenizer files that may lie beside the original
-        alone.symlink_to(header.path.resolve())
-        with reading_tokenizer(f"{header.path}: its tokenizer cannot be read{_outside(header)}"):
-            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=alone.name, local_files_only=True)
-        alone.unlink()
-        if header.metadata.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
-            backend = tokenizer.backend_tokenizer
-            backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), backend.pre_tokenizer])
-        tokenizer.save_pretrained(folder)
-        _as_the_file_says(folder, config.vocab_size)
+        failed = f"{header.path}: its tokenizer cannot be read"
+        if outside := _outside(header):
+            raise ModelError(failed + outside)
+        with reading_tokenizer(failed):
+            write_tokenizer(header, config.vocab_size, folder)
         ends = sorted({end for kind in ("eos", "eot") if (end := token_id(header, kind, config.vocab_size)) is not None})
         generation = {"bos_token_id": config.bos_token_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or None, "pad_token_id": config.pad_token_id}
         (folder / "generation_config.json").write_text(json.dumps({k: v for k, v in generation.items() if v is not None}, indent=1) + "\n")
         config.to_json_file(folder / "config.json")
 
-    return cached_folder("gguf-assets", digest("4", header.sha256, transformers_version)[:32], build)
+    return cached_folder("gguf-assets", digest("5", header.sha256, transformers_version)[:32], build)
 
 
 def _outside(header: GgufHeader) -> str:
-    """Why transformers may have failed: a special token that there is not, which it looks up."""
+    """Special tokens that there are not."""
     count = header.metadata.get("tokenizer.ggml.tokens")
     keys = (f"tokenizer.ggml.{kind}_token_id" for kind in ("bos", "eos", "unknown", "padding"))
     found = [f"{key} is {value}" for key in keys if isinstance(value := header.metadata.get(key), int) and isinstance(count, int) and value >= count]
     return f" ({', '.join(found)}, and there are {count} tokens)" if found else ""
-
-
-def _as_the_file_says(folder: Path, vocab_size: int) -> None:
-    """Take back what transformers' classes add to a file's tokenizer.
-
-    The class is named that takes tokenizer.json as it is, because families' own (Qwen2Tokenizer, ...) build another splitting than the file's when they load it; and tokens that
-    the model does not embed go (Gemma's class adds `<mask>`).
-    """
-    words = json.loads((folder / "tokenizer.json").read_bytes())
-    foreign = {t["content"] for t in words["added_tokens"] if t["id"] >= vocab_size}
-    words["added_tokens"] = [t for t in words["added_tokens"] if t["content"] not in foreign]
-    config = json.loads((folder / "tokenizer_config.json").read_bytes())
-    kept = {k: v for k, v in config.items() if k not in ("is_local", "local_files_only") and not (isinstance(v, str) and v in foreign)}
-    for name, content in (("tokenizer.json", words), ("tokenizer_config.json", kept | {"tokenizer_class": "TokenizersBackend"})):
-        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")

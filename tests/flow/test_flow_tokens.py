@@ -1,4 +1,4 @@
-"""Our GGUF files' tokenizers in llama.cpp: nasty strings give the ids that transformers gives, and the stored chat template renders the same."""
+"""Our GGUF files' tokenizers: for nasty strings transformers, llama.cpp and our own reading of the file give the same ids, and the stored chat template renders the same."""
 
 from __future__ import annotations
 
@@ -112,10 +112,13 @@ def test_a_thousand_strings_give_the_same_ids(tmp_path: Path, name: str) -> None
         if name != "qwen2"
         or (unicodedata.is_normalized("NFC", t) and "Cn" not in map(unicodedata.category, t))  # llama.cpp composes no characters, and has another Unicode's letters
     ]
-    ids, _ = llama_cpp.tokenized(exported(tokenizer, tmp_path), texts)
+    path = exported(tokenizer, tmp_path)
+    ids, _ = llama_cpp.tokenized(path, texts)
     different = [(t, tokenizer(t).input_ids, theirs) for t, theirs in zip(texts, ids, strict=True) if tokenizer(t).input_ids != theirs]
     assert len(texts) > 1000
     assert not different, (len(different), different[:5])
+    back = open_model(str(path)).tokenizer()
+    assert [t for t, theirs in zip(texts, ids, strict=True) if back(t).input_ids != theirs] == []
 
 
 @pytest.mark.parametrize("name", ["demo", "tiny"])

@@ -22,7 +22,7 @@ MODEL is anything that qforge can read: a Hugging Face folder or hub id, a qforg
 
 Exit codes: 0 done and all gates passed; 1 a gate failed; 2 something given is wrong, or too little to judge a gate by; 3 this machine lacks something; 130 interrupted
 (run the same command again to resume). Errors are one readable message on stderr; `qforge --debug VERB ...` shows the traceback.
-With `--json -` stdout holds only the JSON, and tables go to stderr.
+With `--json -` stdout holds only the JSON: `eval` and `compare` print their tables to stderr, `bench` and `generate` print none.
 """
 
 

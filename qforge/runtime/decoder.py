@@ -25,7 +25,7 @@ def supports(spec: ModelSpec | None) -> str | None:
     """None if the decoder runs such a model; otherwise the reason why not."""
     listed = ", ".join(FAMILIES)
     if spec is None:
-        known = "silu or gelu_pytorch_tanh; rope default, linear, llama3 or yarn; no soft-capping"
+        known = f"silu or gelu_pytorch_tanh; rope {' or '.join(rope.KINDS)}; no soft-capping"
         return f"the built-in runtime does not list this family, or not its activation, rotary scaling or attention (it lists {listed}: {known})"
     if spec.family not in FAMILIES:
         return f"the built-in runtime does not list the family {spec.family!r} (it lists {listed})"

@@ -1,4 +1,4 @@
-"""Work on files of strangers in a process of its own: it may end, grow or run for ever without harm to this one."""
+"""Untrusted files, opened in a separate process with limits of time and memory, because a damaged one can crash it, fill its memory or never return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of computing time and memory for what files of strangers make this process do."""
+"""Limits of computing time and memory for work on untrusted files in this process: a damaged one can ask for more than there is, or never return."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class _Tuned:
         return replace(self.start, scales=numerics.round_scale(self.start.scales * self.factors.exp(), self.start.scheme.scale.type))
 
     def put(self) -> None:
-        """These weights into the module."""
+        """Put these weights into the module."""
         self.module.weight = nn.Parameter(numerics.dequantize(self.now()))
 
     def move(self, step: int, rate: float) -> None:

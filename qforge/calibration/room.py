@@ -81,7 +81,7 @@ class Kept:
         return target.to(torch.get_default_device())
 
     def free(self) -> None:
-        """Forget it."""
+        """Forget the tensor, and give its memory or its place in the file back."""
         if self._freed:
             return
         self._freed = True

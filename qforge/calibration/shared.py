@@ -190,7 +190,7 @@ class _There:
         self.dtype, self.shape = dtype, shape
 
     def load(self) -> torch.Tensor:
-        """Fetch them."""
+        """Fetch the hidden states from the worker."""
         found: torch.Tensor = self._worker.start("hidden", self._name)()
         return found
 

@@ -94,7 +94,7 @@ def _machine(bandwidths: list[float]) -> dict[str, Any]:
 
 
 def _return_memory(device: options.Device) -> None:
-    """What closed models held of a GPU, which PyTorch keeps for the next one, goes back: another process wants it."""
+    """Release cached GPU memory, because another process is about to need it."""
     if device.name != "cpu":
         import torch
 

@@ -14,7 +14,7 @@ from qforge.scheme import ACTIVATIONS
 @click.command("doctor", help="Say what this machine has, and what it lacks and how to get it. Exit code 3 where a required package is missing.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def command(as_json: bool) -> None:
-    """Print the machine."""
+    """Print a description of this machine; MissingCapabilityError where a required package is missing."""
     from qforge.cli.machine import describe_machine
 
     machine = describe_machine()
@@ -24,7 +24,7 @@ def command(as_json: bool) -> None:
 
 
 def report(machine: dict[str, Any]) -> str:
-    """The page for people."""
+    """The description as text, in lines for a terminal."""
     cpu, memory, native = machine["cpu"], machine["memory"], machine["native"]
     limit = f", {_size(memory['limit_bytes'])} allowed in this container" if memory["limit_bytes"] else ""
     rows = [

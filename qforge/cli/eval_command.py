@@ -26,7 +26,7 @@ ENGINES = ("auto", "runtime", "transformers", "llama.cpp", "onnxruntime", "tenso
 @click.option("--json", "json_file", metavar="FILE", help="Write the evaluation as JSON; - for stdout.")
 @options.device
 def command(model: str, against: str | None, text: str, window: int, engine: str, activations: str, json_file: str | None, device: options.Device) -> None:
-    """The verb."""
+    """Print an evaluation, and write it as JSON if asked to. A QforgeError says what cannot be read, compared or run here."""
     import json
     from dataclasses import asdict
 

@@ -13,7 +13,7 @@ import click
 @click.option("--type", "type_name", help="The format's own type, for example q4_0; the scheme decides unless given.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write.")
 def command(artifact: str, format_name: str, type_name: str | None, out: Path | None) -> int:
-    """The verb."""
+    """Write one export; the exit code, 1 where a check of it failed. A QforgeError says why it cannot be written or read back."""
     from qforge import pipeline
     from qforge.cli.output import print_export
     from qforge.cli.progress import TerminalProgress

@@ -19,7 +19,7 @@ import click
     help="Read every tensor, too (finite numbers, codes and scales that fit), and open ONNX and OpenVINO files in their engines where installed.",
 )
 def command(path: Path, as_json: bool, check: bool) -> None:
-    """Describe a model file."""
+    """Print what a model file holds; ModelError where it is not sound."""
     from qforge.export.inspection import inspect, summary
 
     found = inspect(path, check=check)

@@ -15,7 +15,7 @@ import click
 @click.option("--fresh", is_flag=True, help="Forget finished work and start over.")
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
 def command(recipe_file: Path, overrides: tuple[str, ...], out: Path | None, fresh: bool, dry_run: bool) -> None:
-    """The verb."""
+    """Run the recipe, or with `dry_run` print its plan; exits with 0, or with 1 where a gate failed. A QforgeError says what is wrong with the recipe, the files or the machine."""
     from qforge import pipeline
     from qforge.cli.output import print_plan, print_results
     from qforge.cli.progress import TerminalProgress

@@ -12,7 +12,7 @@ from qforge.errors import OutputError
 
 @click.group("recipe", help="Validate a recipe, print its JSON Schema, or write a first one.")
 def command() -> None:
-    """The verb."""
+    """The group of `validate`, `schema` and `init`."""
 
 
 @command.command("validate", help="Check a recipe file without running it. Exit code 2 where it is wrong.")
@@ -20,7 +20,7 @@ def command() -> None:
 @click.option("--set", "overrides", multiple=True, metavar="KEY.PATH=VALUE", help="Change a field first; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print the recipe with all its defaults as JSON.")
 def validate(file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Say that a recipe is valid, or what is wrong with it."""
+    """Print that a recipe is valid, or all of it as JSON; RecipeError where it is not valid."""
     from qforge.recipe import load_members, load_recipe
 
     recipe = load_recipe(file, overrides)
@@ -35,7 +35,7 @@ def validate(file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
 @command.command("schema", help="Print the JSON Schema of a recipe, for editors and CI.")
 def schema() -> None:
-    """Print the schema."""
+    """Print the JSON Schema of a recipe."""
     from qforge.recipe import json_schema
 
     click.echo(json.dumps(json_schema(), indent=1))
@@ -44,7 +44,7 @@ def schema() -> None:
 @command.command("init", help="Write a commented first recipe.")
 @click.option("--out", type=click.Path(path_type=Path), default="recipe.yaml", show_default=True, help="File to write; - prints it.")
 def init(out: Path) -> None:
-    """Write a first recipe; an existing file is left alone."""
+    """Write a first recipe; OutputError where the file exists already."""
     from qforge.files import write_text
     from qforge.recipe.template import FIRST_RECIPE
 

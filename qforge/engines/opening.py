@@ -1,4 +1,4 @@
-"""Graphs of strangers opened in their engines, each in a process of its own: some that are damaged end the process that opens them."""
+"""Untrusted ONNX and OpenVINO graphs, opened by their engines in a separate process, because a damaged one can crash it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def check_opens(engine: str, path: Path, size: int) -> None:
 
 
 def open_onnx(path: str, told: bytes) -> None:
-    """The trial itself."""
+    """Open a graph in ONNX Runtime; runs in the separate process."""
     onnx_runtime.session(path, optimized=False)
 
 
 def open_openvino(path: str, told: bytes) -> None:
-    """The trial itself."""
+    """Open a graph in OpenVINO; runs in the separate process."""
     openvino_runtime.read(Path(path).parent)

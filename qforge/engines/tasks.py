@@ -45,7 +45,7 @@ def missing() -> str | None:
 
 
 def version() -> str:
-    """Of lm-eval."""
+    """The installed version of lm-eval."""
     return importlib.metadata.version("lm_eval")
 
 

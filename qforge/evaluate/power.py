@@ -27,7 +27,7 @@ def detectable(mean: Mean) -> float:
 
 
 def promise(tokens: int) -> str:
-    """That, in a sentence to be read before the run."""
+    """One sentence for before the run: the smallest difference of perplexity that so many tokens are expected to show."""
     return f"evaluation: {tokens:,} tokens; expected to show differences of perplexity from {expected(tokens):.1%} on (two candidates with a KL divergence of about {EXPECTED_KL})"
 
 

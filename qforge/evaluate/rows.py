@@ -76,7 +76,7 @@ class Figure:
 
 
 def exact(value: float) -> Figure:
-    """Of what is not sampled."""
+    """The figure of a value that is not sampled, and so has no interval."""
     return Figure(float(value), None, None)
 
 

@@ -28,7 +28,7 @@ class Passing(DynamicCache):  # type: ignore[misc]
 
 
 def rounded_cache(scales: tuple[float, float]) -> Passing:
-    """As a cache of FP8 E4M3 gives them back."""
+    """A cache that gives keys and values back rounded to FP8 E4M3 with these scales."""
 
     def through(keys: torch.Tensor, values: torch.Tensor) -> Pair:
         return _rounded(keys, scales[0]), _rounded(values, scales[1])
@@ -37,7 +37,7 @@ def rounded_cache(scales: tuple[float, float]) -> Passing:
 
 
 def unrounded() -> Passing:
-    """As they are."""
+    """A cache that gives keys and values back as they are."""
     return Passing(lambda keys, values: (keys, values))
 
 

@@ -26,7 +26,7 @@ class Orthogonal:
 
     @property
     def size(self) -> int:
-        """N."""
+        """N, the number of rows and of columns."""
         return len(self.signs)
 
     def columns(self, x: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,7 @@ def _judge(key: str, function: str, arguments: Sequence[str], told: str, limits:
 
 
 def tokenizer_problem(path: str, told: bytes) -> str | None:
-    """The trial itself: what is wrong with a tokenizer.json."""
+    """What is wrong with a tokenizer.json, in a line; None if nothing. Runs in the separate process."""
     from tokenizers import Tokenizer
 
     fast = Tokenizer.from_file(path)
@@ -81,13 +81,13 @@ def tokenizer_problem(path: str, told: bytes) -> str | None:
 
 
 def _named(path: Path) -> str:
-    """What the tokenizer's own rules name, up to a length: replacements meet what they replace."""
+    """A sample text made of the tokenizer's own rules (normalizer, pre-tokenizer, post-processor, decoder), cut to a length, so that each finds something to apply to."""
     words = json.loads(path.read_bytes())
     return json.dumps([words.get(part) for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder")], ensure_ascii=False)[:_LONGEST_SAMPLE]
 
 
 def template_problem(told: bytes) -> str | None:
-    """The trial itself: what is wrong with a chat template."""
+    """What is wrong with a chat template, in a line; None if nothing. Runs in the separate process."""
     from qforge.models.chat_template import render
 
     template, special_tokens = itemgetter("template", "special_tokens")(json.loads(told))

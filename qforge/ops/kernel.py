@@ -22,7 +22,7 @@ class Kernel(Protocol):
 
     @property
     def code(self) -> str | None:
-        """See above."""
+        """The instruction set of this kernel's code on this CPU, or None."""
 
     def supports(self, scheme: Scheme, shape: tuple[int, int], device: str) -> str | None:
         """None if the kernel runs a weight `[O, I]` of this scheme on this device; otherwise the reason why not."""

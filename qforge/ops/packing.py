@@ -30,7 +30,7 @@ class Tiles:
         scales: `[N, B, 16]` fp32, or fp16 (`for_rounded`); None for dense weights.
         zeros: `[N, B, 16]` uint8 for integers, else None.
         code_sums: `[N, segments, 16]` int16, what each segment's codes add up to (`for_rounded`), else None.
-        pair_sums: `[N, segments, 16]` int32, the same beside what products by pairs have too much (`for_rounded`), else None.
+        pair_sums: `[N, segments, 16]` int32, `code_sums` with the column's correction term of the paired product (`for_rounded`), else None.
         book: `[16]` fp32, what the codes of BOOK4 stand for, else None.
         blocks, block_k: B and K; the kernel's input has B x K columns.
         run: so many blocks one after the other have the same scales and zeros.

@@ -63,7 +63,7 @@ class Linear:
     parts: tuple[Part, ...]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The product."""
+        """The product of x `[T, I]`: `[T, O]`."""
         return self.parts[0].product(x) if len(self.parts) == 1 else torch.cat([p.product(x) for p in self.parts], 1)
 
 

@@ -59,7 +59,7 @@ class NativeLayer:
 
     @property
     def products(self) -> tuple[NativeProduct, ...]:
-        """All four."""
+        """The four products of the layer."""
         return self.qkv, self.output, self.gate_up, self.down
 
 

@@ -27,7 +27,7 @@ def start_to_first_token(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def tell() -> None:
-    """What the new process does."""
+    """Main function of the new process: opens the model, asks for one token, and prints when it came."""
     from qforge.runtime.llm import LLM
     from qforge.runtime.sequence import SamplingParams
 

@@ -51,12 +51,12 @@ class Job:
     rendezvous: str
 
     def to_json(self) -> str:
-        """Undone by `from_json`."""
+        """As JSON, which `from_json` reads."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Job:
-        """Undoes `to_json`."""
+        """From the JSON that `to_json` writes."""
         values = json.loads(text)
         return Job(**{**values, "where": Limits(**values["where"]), "how": How(**values["how"])})
 

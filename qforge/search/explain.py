@@ -72,5 +72,5 @@ def _measured(recipe: Recipe, original: Model, quantized: Model, windows: list[l
 
 
 def blame_from(value: dict[str, Any]) -> Blame:
-    """From its JSON form."""
+    """A Blame made of its JSON form in results.json."""
     return Blame(**{**value, **{name: [BlameResult(**p) for p in value[name]] for name in ("parts", "groups")}})

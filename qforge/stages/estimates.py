@@ -112,7 +112,7 @@ class _Block:
 
     @property
     def weights(self) -> int:
-        """Of all linears."""
+        """Weights of all the block's linears together."""
         return sum(o * i for o, i, _ in self.shapes)
 
     @property

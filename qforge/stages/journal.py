@@ -112,7 +112,7 @@ class _Stored:
         self.shape, self.dtype = torch.Size(info.shape), info.dtype
 
     def load(self) -> torch.Tensor:
-        """Read it."""
+        """Read the tensor."""
         return self._shards.read(self._name)
 
 

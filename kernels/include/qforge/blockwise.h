@@ -71,7 +71,7 @@ struct CenteredSegment {
 
 // Products by pairs (blockwise_avx512_pairs.cpp)
 constexpr int kFirstMore = 120, kSecondLess = 8;  // what is added to the codes of a chunk's first half and taken from those of its second
-constexpr int kPairsMiddle = 28140;               // of what a column's chunks have too much in all, from -3,840 to 60,120
+constexpr int kPairsMiddle = 28140;               // of a column's correction term, from -3,840 to 60,120
 
 // Whether a chunk of a segment in even or odd tiles is multiplied plainly: far from a segment's ends, which have multiplications enough
 constexpr bool plain_chunk(int odd, int64_t chunk) { return odd ? chunk == 3 || chunk == 5 : chunk == 1 || chunk == 6; }

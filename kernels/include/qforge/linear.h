@@ -59,7 +59,7 @@ struct Weight {
     int zero = -1;  // the zero point that all blocks of all columns have; -1 where they differ, or are not looked at
     const uint16_t *half_scales = nullptr;  // [tiles][blocks][16] fp16; for activations that are rounded (blockwise.h), where all scales are exact in it
     const int16_t *code_sums = nullptr;     // [tiles][segments of a row][16], where activations are rounded around a middle (blockwise.h)
-    // The same beside what products by pairs have too much (blockwise_avx512_pairs.cpp), or null: in the lower 16 bits the sum of codes; in the upper ones kPairsMiddle - the sum over pairs of inputs of kFirstMore w1 - kSecondLess w2
+    // The same with the column's correction term of the paired product (blockwise_avx512_pairs.cpp), or null: in the lower 16 bits the sum of codes; in the upper ones kPairsMiddle - the sum over pairs of inputs of kFirstMore w1 - kSecondLess w2
     // (and w1 w2, except in plain chunks), w1 and w2: codes at one place of a chunk's first and second half
     const int32_t *pair_sums = nullptr;
 

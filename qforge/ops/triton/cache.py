@@ -41,7 +41,7 @@ class PagedCache:
 
     @property
     def heads(self) -> int:
-        """C."""
+        """C, heads of keys and of values."""
         return int(self.keys.shape[2])
 
 

@@ -48,12 +48,12 @@ class W4:
 
     @property
     def out_features(self) -> int:
-        """O."""
+        """O, output features."""
         return int(self.words.shape[1])
 
     @property
     def steps(self) -> int:
-        """S."""
+        """S, steps of 128 inputs."""
         return int(self.words.shape[0])
 
 

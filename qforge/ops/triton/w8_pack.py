@@ -39,12 +39,12 @@ class W8:
 
     @property
     def out_features(self) -> int:
-        """O."""
+        """O, output features."""
         return int(self.codes.shape[0])
 
     @property
     def in_features(self) -> int:
-        """I."""
+        """I, input features."""
         return int(self.codes.shape[1])
 
     @property

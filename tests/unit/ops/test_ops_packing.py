@@ -63,7 +63,7 @@ def test_sums_of_pairs_are_what_such_products_have_too_much(text: str) -> None:
     assert tiles.pair_sums is not None
     assert tiles.code_sums is not None
     assert torch.equal((tiles.pair_sums << 16) >> 16, tiles.code_sums.int())
-    column = 28140 - (tiles.pair_sums >> 16)  # what a column has too much
+    column = 28140 - (tiles.pair_sums >> 16)  # the column's correction term
     w = tiles.codes.view(3, 4, 8, 16, 4).long()
     x = torch.randint(-120, 121, (4, 8, 2, 4), generator=torch.Generator().manual_seed(0))  # segments, chunks, halves
     x1, x2 = x[:, :, :1] + 120, x[:, :, 1:] - 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ def test_perplexity_with_rounded_activations_stays_within_tolerance(scheme: str,
     path.write_text(f"version: 1\nmodel: {{source: demo}}\nquantize: {{method: rtn, scheme: {scheme}}}\nevaluate: null\n")
     pipeline.quantize(load_recipe(path), out=tmp_path / "out")
     text = tmp_path / "text.txt"
-    text.write_text(" ".join((Path(__file__).parents[2] / "README.md").read_text().split())[:20_000])
+    documents = (Path(__file__).parents[2] / "calibration_data" / "evaluation.jsonl").read_text().splitlines()
+    text.write_text(" ".join(json.loads(line)["text"] for line in documents)[:20_000])
     model = tmp_path / "out" / "model"
     exact = pipeline.evaluate(model, text=str(text), window=256, engine="transformers").candidate
     for activations, most in (PERPLEXITY_8_BITS if scheme.startswith("int8") else PERPLEXITY).items():

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from string import ascii_letters, digits
 from typing import Any
 
-from gguf import GGUFWriter, TokenType
+from gguf import GGUFWriter, Keys, TokenType
 from tokenizers import Regex
 from tokenizers import pre_tokenizers as pre
 from transformers import PreTrainedTokenizerBase
@@ -89,7 +90,23 @@ def add_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab
         template = tokenizer.chat_template
         if not all(isinstance(t, str) for t in (template.values() if isinstance(template, dict) else [template])):
             raise UnsupportedError("the tokenizer's chat template is no text")
-        writer.add_chat_template([{"name": n, "template": t} for n, t in template.items()] if isinstance(template, dict) else template)
+        _add_templates(writer, template if isinstance(template, dict) else {"default": template})
+
+
+def template_name(name: str) -> str:
+    """A chat template's name as GGUF has it, in letters and digits of ASCII."""
+    return "".join(c if c in ascii_letters + digits else "_" for c in name)
+
+
+def _add_templates(writer: GGUFWriter, templates: Mapping[str, str]) -> None:
+    """As `GGUFWriter.add_chat_template`, whose list of names is in another order each time."""
+    named = {template_name(name): text for name, text in sorted(templates.items()) if name != "default"}
+    for name, text in named.items():
+        writer.add_string(Keys.Tokenizer.CHAT_TEMPLATE_N.format(name=name), text)
+    if named:
+        writer.add_array(Keys.Tokenizer.CHAT_TEMPLATES, list(named))
+    if "default" in templates:
+        writer.add_chat_template(templates["default"])
 
 
 def _raw(tokenizer: PreTrainedTokenizerBase) -> _Raw:

@@ -235,4 +235,6 @@ def copy_assets(source: Path, folder: Path) -> None:
             if any(k in content for k in _ENVIRONMENT_KEYS):
                 write_json(folder / path.name, {k: v for k, v in content.items() if k not in _ENVIRONMENT_KEYS})
                 continue
-        shutil.copyfile(path, folder / path.name)
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)

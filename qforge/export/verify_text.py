@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import gguf
@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qforge.engines import foreign, llama_cpp
 from qforge.errors import MissingCapabilityError, ModelError
+from qforge.export.gguf_vocabulary import template_name
 from qforge.export.imatrix import FILE as IMATRIX
 from qforge.models.assets import VOCABULARIES, load_tokenizer
 from qforge.models.model import Model
@@ -64,10 +65,8 @@ def _in_llama_cpp(path: Path, ours: PreTrainedTokenizerBase) -> list[Verificatio
     problem = _other_ids(probes[:common], wanted_ids[:common], ids[:common])
     limit = _other_ids(APART, wanted_ids[common:], ids[common:])
     if problem is None:
-        field = gguf.GGUFReader(path).get_field("tokenizer.chat_template")
-        held, wanted = None if field is None else field.contents(), ours.chat_template
-        wanted = wanted.get("default") if isinstance(wanted, dict) else wanted
-        problem = None if held == wanted or not wanted else "it has no chat template" if held is None else "its chat template is another one"
+        held, wanted = _held_templates(path), {template_name(name): text for name, text in _templates(ours).items()}
+        problem = _other_names(wanted, held) or next((f"its {_called(name)} is another one" for name in wanted if held[name] != wanted[name]), None)
     note = problem or (limit and f"but {limit} (llama.cpp's own limits: no composing of characters, capitals of ASCII only in some tokenizers' patterns)")
     return [Verification("tokenizer in llama.cpp", foreign.version_of(python, llama_cpp.PACKAGE), note=note, text_equal=problem is None)]
 
@@ -84,11 +83,33 @@ def _difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) 
     for kind in ("bos", "eos"):
         a, b = (getattr(t, f"{kind}_token_id") for t in (ours, theirs))
         problem = problem or (None if a == b else f"its {kind.upper()} token is {b} instead of {a}")
-    if problem or not ours.chat_template:
+    wanted, held = _templates(ours), _templates(theirs)
+    problem = problem or _other_names(wanted, held)
+    if problem:
         return problem
-    if not theirs.chat_template:
-        return "it has no chat template"
-    return None if all(_rendered(ours, c) == _rendered(theirs, c) for c in CONVERSATIONS) else "its chat template renders a conversation otherwise"
+    other = [name for name in wanted if any(_rendered(ours, wanted[name], c) != _rendered(theirs, held[name], c) for c in CONVERSATIONS)]
+    return f"its {_called(other[0])} renders a conversation otherwise" if other else None
+
+
+def _templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Chat templates by name; one alone is the `default`."""
+    found = tokenizer.chat_template or {}
+    return dict(found) if isinstance(found, dict) else {"default": found}
+
+
+def _held_templates(path: Path) -> dict[str, str]:
+    """Chat templates of a GGUF file, by name."""
+    fields = {name.removeprefix("tokenizer.chat_template"): field for name, field in gguf.GGUFReader(path).fields.items() if name.startswith("tokenizer.chat_template")}
+    return {name.removeprefix(".") or "default": field.contents() for name, field in fields.items() if name != "s"}
+
+
+def _called(name: str) -> str:
+    return "chat template" if name == "default" else f"chat template '{name}'"
+
+
+def _other_names(wanted: Mapping[str, str], held: Mapping[str, str]) -> str | None:
+    lost = [f"it has no {_called(name)}" for name in wanted if name not in held]
+    return next(iter([*lost, *(f"it has a {_called(name)}, and the artifact has none" for name in held if name not in wanted)]), None)
 
 
 def _other_ids(probes: Sequence[str], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> str | None:
@@ -103,9 +124,9 @@ def _short(ids: list[int]) -> str:
     return str(ids) if len(ids) <= 8 else f"[{', '.join(map(str, ids[:8]))}, ...]"
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, conversation: list[dict[str, str]]) -> str:
-    """What the template makes of a conversation, a refusal included."""
+def _rendered(tokenizer: PreTrainedTokenizerBase, template: str, conversation: list[dict[str, str]]) -> str:
+    """What a template makes of a conversation, a refusal included."""
     try:
-        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+        return str(tokenizer.apply_chat_template(conversation, chat_template=template, tokenize=False, add_generation_prompt=True))
     except Exception as e:  # whatever a template's own code raises
         return f"{type(e).__name__}: {e}"

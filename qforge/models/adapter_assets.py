@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qforge.errors import ModelError
 from qforge.files import sha256_file
-from qforge.models.assets import TOKENIZER_FILES, VOCABULARIES, end_ids, files_in, generation_config, load_tokenizer
+from qforge.models.assets import TEMPLATE_FOLDER, TOKENIZER_FILES, VOCABULARIES, end_ids, files_in, generation_config, load_tokenizer, named_templates
 from qforge.models.cache import cached_folder
 from qforge.models.model import Model
 from qforge.models.weights import digest
@@ -23,14 +23,15 @@ def merged_assets(model: Model, adapters: Sequence[Path], vocab_size: int) -> Pa
     Raises:
         ModelError: a tokenizer brought by an adapter has more tokens than the merged model has embeddings.
     """
-    files = {p.name: p for p in files_in(model.assets)}
+    files = {p.relative_to(model.assets).as_posix(): p for p in files_in(model.assets)}
     before = dict(files)
     for folder in adapters:
         own = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+        own |= {p.relative_to(folder).as_posix(): p for p in named_templates(folder)}
         if any(name in own for name in VOCABULARIES):
-            files = {name: path for name, path in files.items() if name not in TOKENIZER_FILES or name in _TEMPLATES}
+            files = {name: path for name, path in files.items() if name not in TOKENIZER_FILES or _is_template(name)}
         if _brings_template(own):
-            files = {name: path for name, path in files.items() if name not in _TEMPLATES}
+            files = {name: path for name, path in files.items() if not _is_template(name)}
         files |= own
     if files == before:
         return model.assets
@@ -45,8 +46,12 @@ def merged_assets(model: Model, adapters: Sequence[Path], vocab_size: int) -> Pa
     return assets
 
 
+def _is_template(name: str) -> bool:
+    return name in _TEMPLATES or name.startswith(f"{TEMPLATE_FOLDER}/")
+
+
 def _brings_template(own: dict[str, Path]) -> bool:
-    if any(name in own for name in _TEMPLATES):
+    if any(_is_template(name) for name in own):
         return True
     path = own.get("tokenizer_config.json")
     try:
@@ -58,6 +63,7 @@ def _brings_template(own: dict[str, Path]) -> bool:
 def _make(files: dict[str, Path], folder: Path, model: Model) -> None:
     """Copies, and a generation_config.json that ends texts where the tokenizer does, too: an adapter that was trained to end them with a token of its own says so nowhere else."""
     for name, path in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
     own = load_tokenizer(folder, trust_remote_code=model.trust_remote_code).eos_token_id
     told = generation_config(folder)

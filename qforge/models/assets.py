@@ -18,6 +18,7 @@ from qforge.models.trial import try_template, try_tokenizer
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
 TOKENIZER_FILES = (*VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja", "chat_template.json")
+TEMPLATE_FOLDER = "additional_chat_templates"  # transformers' name
 _PROBE = "The 2 mills, and a river."
 _MOST_BYTES = 256 << 20  # of a tokenizer's file
 _LARGEST_ID = (1 << 24) - 1  # sixty times the largest vocabulary in use
@@ -122,6 +123,11 @@ def generation_config(folder: Path) -> dict[str, Any]:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The asset files that a folder has, `*.tiktoken` and chat template folders' files included."""
+    """The asset files that a folder has, `*.tiktoken` and named chat templates (in `TEMPLATE_FOLDER`) included."""
     named = [folder / name for name in ASSET_FILES if (folder / name).is_file()]
-    return named + sorted(folder.glob("*.tiktoken"))
+    return [*named, *sorted(folder.glob("*.tiktoken")), *named_templates(folder)]
+
+
+def named_templates(folder: Path) -> list[Path]:
+    """The files of a folder's chat templates that have names of their own (`tool_use`, ...)."""
+    return sorted(p for p in (folder / TEMPLATE_FOLDER).glob("*.jinja") if p.is_file())

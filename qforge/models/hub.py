@@ -7,7 +7,7 @@ from pathlib import Path
 from qforge.errors import MissingCapabilityError, ModelError
 
 _WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
-_UNWANTED = ["*/*", "consolidated*"]
+_UNWANTED = [*(f"*/{pattern}" for pattern in [*_WANTED, "*.py"] if pattern != "*.jinja"), "consolidated*"]  # of other folders, named chat templates alone
 
 
 def download(source: str, revision: str | None, *, trust_remote_code: bool = False) -> Path:

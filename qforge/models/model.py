@@ -82,7 +82,7 @@ class Model:
     def fingerprint(self) -> str:
         """Hex SHA-256 of all that decides what the model computes: weights, config, dtype, tokenizer files."""
         config = {k: v for k, v in self.config.to_dict().items() if k not in ("transformers_version", "_name_or_path")}
-        files = [f"{p.name}:{sha256_file(p)}" for p in asset_files.files_in(self.assets) if p.name != "config.json"]
+        files = [f"{p.relative_to(self.assets).as_posix()}:{sha256_file(p)}" for p in asset_files.files_in(self.assets) if p.name != "config.json"]
         return digest("model", self.weights.fingerprint(), json.dumps(config, sort_keys=True, default=str), str(self.dtype), *files)
 
 

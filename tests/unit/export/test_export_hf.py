@@ -16,6 +16,7 @@ from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import QforgeError, UnsupportedError
 from qforge.export import exporter
 from qforge.export.hf import write_artifact
+from qforge.export.verify_text import verify_text
 from qforge.files import sha256_tree
 from qforge.models.model import open_model
 from qforge.qlinear import QuantizedLinear
@@ -181,3 +182,27 @@ def test_rotary_settings_stand_in_both_forms(tmp_path, format_name, family, rope
     assert told.get("rope_local_base_freq") == (10000.0 if "sliding_attention" in rope else None)
     assert AutoConfig.from_pretrained(tmp_path / "out").rope_parameters == model.config.rope_parameters
     assert open_model(str(tmp_path / "out")).spec == model.spec
+
+
+@pytest.mark.parametrize("format_name", ["gptq", "compressed-tensors", "onnx", "gguf"])
+def test_named_chat_templates_come_along(tmp_path, format_name):
+    folder = tiny.make(tmp_path / "source", layers=1)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool-use": "TOOLS {{ messages[0]['content'] }}", "rag": "RAG"}
+    tokenizer.save_pretrained(folder)
+    model = quantized(open_model(str(folder)))
+    assert sorted(model.tokenizer().chat_template) == ["default", "rag", "tool-use"]
+    paths = exporter(format_name).write(model, tmp_path / "out")
+    (found,) = verify_text(format_name, paths, model)
+    assert found.text_equal, found.note
+    before = model.fingerprint()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("RAG 2")
+    other = quantized(open_model(str(folder)))
+    assert other.fingerprint() != before
+    (found,) = verify_text(format_name, paths, other)
+    assert found.text_equal is False
+    assert "chat template 'rag'" in found.note
+    (folder / "additional_chat_templates" / "rag.jinja").unlink()
+    assert "chat template 'rag'" in verify_text(format_name, paths, quantized(open_model(str(folder))))[0].note
+    (folder / "additional_chat_templates" / "another.jinja").write_text("A")
+    assert "it has no chat template 'another'" in verify_text(format_name, paths, quantized(open_model(str(folder))))[0].note

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qforge.errors import MissingCapabilityError, ModelError
 from qforge.export.inspection import inspect
+from qforge.models import hub
 from qforge.models.assets import end_ids
 from qforge.models.model import open_model
 
@@ -256,3 +258,9 @@ def test_a_longest_text_that_is_no_number_is_named(copy: Path) -> None:
 def test_a_home_folder_of_nobody_is_a_path_that_is_not_there() -> None:
     with pytest.raises(ModelError, match="there is no model at '~nosuchuser/x'"):
         open_model("~nosuchuser/x")
+
+
+def test_of_a_hubs_folders_named_chat_templates_alone_are_downloaded():
+    files = ["config.json", "model.safetensors", "chat_template.jinja", "additional_chat_templates/tool_use.jinja", "onnx/config.json", "original/tokenizer.model", "sub/x.py"]
+    found = list(filter_repo_objects(files, allow_patterns=[*hub._WANTED, "*.py"], ignore_patterns=hub._UNWANTED))
+    assert found == files[:4]

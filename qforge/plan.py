@@ -18,7 +18,7 @@ from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
 from qforge.models.tying import HEAD, shared_table, untied_because
 from qforge.recipe import Recipe
-from qforge.recipe.model import OptionsSection
+from qforge.recipe.model import IGNORED, OptionsSection
 from qforge.runtime.decoder import supports
 from qforge.scheme import Number, Per, ScaleType, Scheme
 
@@ -163,6 +163,9 @@ def _layers(recipe: Recipe, model: Model, blocks: BlockModel, quantizer: Quantiz
             scheme, reason = _fitted(scheme, name, out_features, in_features, section.options.group_fallback)
             if reason is not None:
                 changed.setdefault(reason, []).append(name)
+        _, ignoring, beaten = _singled_out(recipe, name)
+        if beaten is not None and quantizer is not None and name not in blocks.routers:
+            changed.setdefault(f"quantize.ignore '{ignoring}' goes before the override '{beaten}'; name a layer in full to quantize it", []).append(name)
         layers.append(LayerPlan(name, out_features, in_features, scheme, reason))
     if quantizer is not None and not any(p.scheme for p in layers):
         raise RecipeError("quantize: every linear layer is ignored; remove patterns from quantize.ignore, or use method: none")
@@ -266,12 +269,22 @@ def linear_shapes(blocks: BlockModel) -> dict[str, tuple[int, int]]:
 
 def by_hand(recipe: Recipe, name: str) -> tuple[Scheme | None, str | None]:
     """The scheme that the recipe's overrides give to a linear, or the reason why it stays as it is; neither where the recipe does not single it out."""
+    scheme, pattern, _ = _singled_out(recipe, name)
+    return scheme, None if pattern is None else f"ignored by '{pattern}'"
+
+
+def _singled_out(recipe: Recipe, name: str) -> tuple[Scheme | None, str | None, str | None]:
+    """A linear's scheme by an override, or the pattern that ignores it and that of an override which it goes before.
+
+    Of the two a name in full wins, then `ignore` over other patterns, as in llm-compressor; but what is ignored by default was not asked for.
+    """
     section = recipe.quantize
-    override = next((o.scheme for o in reversed(section.overrides) if _matches(name, o.match)), None)
+    matching = [o for o in reversed(section.overrides) if _matches(name, o.match)]
+    asked = next((p for p in section.ignore if p not in IGNORED and _matches(name, p)), None)
+    override = next((o for o in matching if asked is None or o.match == name), None)
     if override is not None:
-        return override, None
-    pattern = next((p for p in section.ignore if _matches(name, p)), None)
-    return None, None if pattern is None else f"ignored by '{pattern}'"
+        return override.scheme, None, None
+    return None, asked or next((p for p in section.ignore if _matches(name, p)), None), matching[0].match if matching else None
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -20,6 +20,7 @@ from qforge.scheme import ACTIVATIONS_MEAN
 __all__ = ["FORMATS", "METHODS", "TRANSFORMS", "Recipe", "json_schema"]
 
 FORMATS = ("gguf", "gptq", "awq", "bitsandbytes", "onnx", "tensorrt", "trtllm", "openvino", "mlx", "ascend", "triton")
+IGNORED = ("lm_head",)  # unless a recipe says otherwise
 _IMPLIED_SCHEMES = {"fp8": "fp8-dynamic", "nf4": "nf4"}
 
 
@@ -111,8 +112,12 @@ class QuantizeSection(Section):
     candidates: Annotated[tuple[SchemeText, ...], Listed] = Field(
         (), description="auto: schemes to choose from; without any, integers of 2 to 8 bits that every requested export holds. The more, the longer the measurement."
     )
-    ignore: Annotated[tuple[Text, ...], Listed] = Field(("lm_head",), description="Layers that stay unquantized: names or patterns.")
-    overrides: Annotated[tuple[OverrideSection, ...], Listed] = Field((), description="Other schemes for some layers; the last match wins.")
+    ignore: Annotated[tuple[Text, ...], Listed] = Field(IGNORED, description="Layers that stay unquantized: names or patterns.")
+    overrides: Annotated[tuple[OverrideSection, ...], Listed] = Field(
+        (),
+        description="Other schemes for some layers; the last match wins. What ignore matches stays unquantized all the same, unless an override has the layer's name in full; "
+        "lm_head, which is ignored by default, is quantized by any override that matches it.",
+    )
     kv_cache: Literal["fp8"] | None = Field(
         None,
         description="fp8: keep keys and values as FP8 E4M3, one scale for all keys of a layer and one for all values, calibrated on the quantized model; null leaves them "

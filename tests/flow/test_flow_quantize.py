@@ -169,12 +169,12 @@ def test_a_tied_head_can_be_quantized_and_layers_can_differ(tmp_path: Path) -> N
         "method": "gptq",
         "scheme": "int4-g32-sym",
         "ignore": ["*.layers.0.*"],
-        "overrides": [{"match": "lm_head", "scheme": "int8-g64-sym"}, {"match": "*.down_proj", "scheme": "int8-g32-sym"}],
+        "overrides": [{"match": "lm_head", "scheme": "int8-g64-sym"}, {"match": "model.layers.0.mlp.down_proj", "scheme": "int8-g32-sym"}],
     }
     results = qforge.quantize(write_recipe(tmp_path, quantize=quantize, export=[]), out=tmp_path / "out")
     schemes = {layer.name: layer.scheme for layer in results.layers}
     assert schemes["lm_head"] == "int8-g64-sym"
-    assert schemes["model.layers.0.mlp.down_proj"] == "int8-g32-sym"  # overrides win over ignore
+    assert schemes["model.layers.0.mlp.down_proj"] == "int8-g32-sym"  # a name in full wins over ignore
     assert schemes["model.layers.0.mlp.up_proj"] is None
     assert schemes["model.layers.1.mlp.up_proj"] == "int4-g32-sym"
     assert results.evaluation is not None

@@ -75,8 +75,10 @@ def test_what_cannot_be_chosen_is_refused_by_name(tmp_path: Path, quantize: dict
 
 
 def test_overrides_and_ignore_win(tmp_path: Path) -> None:
-    c = found(tmp_path, {"ignore": ["lm_head", "*.2.*"], "overrides": [{"match": "*.down_proj", "scheme": "int8-g32-asym"}]})
+    full = {"match": "model.layers.2.mlp.up_proj", "scheme": "int8-g32-asym"}
+    c = found(tmp_path, {"ignore": ["lm_head", "*.2.*"], "overrides": [{"match": "*.down_proj", "scheme": "int8-g32-asym"}, full]})
     assert c.options(DOWN) == (parse("int8-g32-asym"),)
     assert "model.layers.2.self_attn.q_proj" not in c.shapes
-    assert str(c.draft()["model.layers.2.mlp.down_proj"]) == "int8-g32-asym"
+    assert "model.layers.2.mlp.down_proj" not in c.shapes
+    assert str(c.draft()["model.layers.2.mlp.up_proj"]) == "int8-g32-asym"
     assert c.capacity_bits == int(4.5 * c.weights)

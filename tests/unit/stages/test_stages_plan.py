@@ -188,13 +188,18 @@ def test_group_fallback_is_said_in_the_report(tmp_path: Path, fallback: str, sch
     assert any("q_proj" in w for w in results.warnings)
 
 
-def test_the_last_override_wins_over_ignore(tmp_path: Path) -> None:
+def test_the_last_override_wins_and_ignore_wins_over_patterns(tmp_path: Path) -> None:
+    down = "model.layers.{}.mlp.down_proj"
     quantize = {
         **QUANTIZE,
-        "ignore": ["lm_head", "*.mlp.*"],
-        "overrides": [{"match": "*.down_proj", "scheme": "int8-g32-sym"}, {"match": "*.1.*.down_proj", "scheme": "int8-g64-sym"}],
+        "ignore": ["lm_head", "*.0.mlp.*"],
+        "overrides": [{"match": down.format(0), "scheme": "int8-g64-sym"}, {"match": "*", "scheme": "int8-g32-sym"}, {"match": "*.1.*.down_proj", "scheme": "int8-g64-sym"}],
     }
-    schemes = planned(tmp_path, quantize=quantize).schemes
-    assert "model.layers.0.mlp.up_proj" not in schemes
-    assert str(schemes["model.layers.0.mlp.down_proj"]) == "int8-g32-sym"
-    assert str(schemes["model.layers.1.mlp.down_proj"]) == "int8-g64-sym"
+    plan = planned(tmp_path, quantize=quantize)
+    schemes = {name: str(scheme) for name, scheme in plan.schemes.items()}
+    assert {schemes[down.format(0)], schemes[down.format(1)]} == {"int8-g64-sym"}  # named in full; the last of two patterns
+    assert {schemes[n] for n in (down.format(2), "model.layers.1.mlp.up_proj", "model.layers.0.self_attn.q_proj")} == {"int8-g32-sym"}
+    assert schemes["lm_head"] == "int8-g32-sym"  # what is ignored by default is not asked to stay
+    assert not {"model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_proj"} & set(schemes)
+    (note,) = (n for n in plan.notes if "goes before" in n)
+    assert note == "model.layers.0.mlp.gate_proj and 1 more: quantize.ignore '*.0.mlp.*' goes before the override '*'; name a layer in full to quantize it"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from qforge.errors import ModelError
 from qforge.models import experts
@@ -31,6 +33,7 @@ class Skeleton:
         kinds: class name of each module that has tensors of its own.
         ignored: regular expressions of stored tensors that the modelling code says to ignore.
         prefix: name of the part below the head (`model`), without which some checkpoints are stored.
+        renamings: transformers' own rules from names in checkpoints to names of its modules.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -41,6 +44,7 @@ class Skeleton:
     kinds: Mapping[str, str]
     ignored: tuple[str, ...]
     prefix: str
+    renamings: tuple[WeightRenaming, ...] = ()
 
 
 def build(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Skeleton:
@@ -58,6 +62,7 @@ def build(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Skele
     empty = [name for name, tensor in module.state_dict().items() if not tensor.numel()]
     if empty:
         raise ModelError(f"this config tells of weights without values: {listed(empty)}; a size in it is 0")
+    renamings = tuple(rule for rule in get_model_conversion_mapping(module) if isinstance(rule, WeightRenaming))
     stored = experts.split(module)
     return Skeleton(
         integers=frozenset(stored.get(name, name) for name, t in module.state_dict().items() if not t.is_floating_point()),
@@ -68,6 +73,7 @@ def build(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Skele
         kinds={experts.stored_module(stored, name): type(m).__name__ for name, m in module.named_modules() if m._parameters or m._buffers},
         ignored=tuple(module._keys_to_ignore_on_load_unexpected or ()),
         prefix=module.base_model_prefix,
+        renamings=renamings,
     )
 
 
@@ -80,7 +86,7 @@ def fitted(source: WeightSource, skeleton: Skeleton, config: PretrainedConfig, o
         ModelError: names the first few tensors that are missing, of another shape, without floats, or unknown to the model.
     """
     held = set(source.names())
-    found = {name: stored for name in skeleton.shapes if (stored := _stored(name, held, skeleton.prefix)) is not None}
+    found = _found(skeleton, held)
     for name, partner in skeleton.tied.items():
         if name in found and partner not in found:
             found[partner] = found.pop(name)  # only the head is stored: it is the embedding, too
@@ -89,7 +95,8 @@ def fitted(source: WeightSource, skeleton: Skeleton, config: PretrainedConfig, o
                 held.discard(found.pop(name))
             else:
                 config.tie_word_embeddings = False
-    _refuse_missing([n for n in skeleton.shapes if n not in found and n not in skeleton.tied], origin)
+    unknown = sorted(n for n in held - set(found.values()) if not _ignorable(n, skeleton))
+    _refuse_missing([n for n in skeleton.shapes if n not in found and n not in skeleton.tied], unknown, origin)
     wrong = [f"{n} is {list(source.info(s).shape)} instead of {list(skeleton.shapes[n])}" for n, s in found.items() if source.info(s).shape != skeleton.shapes[n]]
     if wrong:
         raise ModelError(f"{origin}: tensors do not have the shapes that config.json tells of: {listed(wrong)}; weights and config belong to different models")
@@ -98,20 +105,29 @@ def fitted(source: WeightSource, skeleton: Skeleton, config: PretrainedConfig, o
         raise ModelError(
             f"{origin}: tensors hold integers where the model has floats: {listed(typed)}; the file is damaged, or of a quantization that config.json does not tell of"
         )
-    unknown = sorted(n for n in held - set(found.values()) if not _ignorable(n, skeleton))
     if unknown:
         raise ModelError(f"{origin}: the weights hold tensors that the model of config.json does not have: {listed(unknown)}; weights and config belong to different models")
     return source if all(a == b for a, b in found.items()) and set(source.names()) == set(found) else Renamed(source, found)
 
 
-def _stored(name: str, held: set[str], prefix: str) -> str | None:
+def _found(skeleton: Skeleton, held: set[str]) -> dict[str, str]:
+    """What each tensor of the model is called in the files: as in the model, without the prefix, or by a name that transformers renames."""
+    found = {name: stored for name in skeleton.shapes if (stored := _stored(name, held, skeleton.prefix)) is not None}
+    if skeleton.renamings and len(found) < len(skeleton.shapes):
+        renamed = {apply_renamings(stored, list(skeleton.renamings)): stored for stored in sorted(held - set(found.values()))}
+        found |= {name: renamed[to] for name in skeleton.shapes if name not in found and (to := _stored(name, renamed.keys(), skeleton.prefix)) is not None}
+    return {name: found[name] for name in skeleton.shapes if name in found}
+
+
+def _stored(name: str, held: Set[str], prefix: str) -> str | None:
     bare = name.removeprefix(prefix + ".")
     return name if name in held else bare if bare in held else None
 
 
-def _refuse_missing(missing: list[str], origin: str) -> None:
+def _refuse_missing(missing: list[str], unknown: list[str], origin: str) -> None:
     if missing:
-        raise ModelError(f"{origin}: the weights lack {len(missing)} tensors of the model that config.json tells of: {listed(missing)}")
+        others = f"; of those that they hold, the model does not know {listed(unknown)}" if unknown else ""
+        raise ModelError(f"{origin}: the weights lack {len(missing)} tensors of the model that config.json tells of: {listed(missing)}{others}")
 
 
 def _ignorable(name: str, skeleton: Skeleton) -> bool:

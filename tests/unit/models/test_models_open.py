@@ -106,6 +106,21 @@ def test_rotary_buffers_are_ignored_and_names_without_their_prefix_are_found(cop
     assert not any("inv_freq" in n for n in model.weights.names())
 
 
+def test_names_that_transformers_renames_when_it_loads_are_found(tmp_path: Path) -> None:
+    folder = tiny.make(tmp_path / "model", "gpt_neox", layers=1, tied=False)
+    assert "embed_out.weight" in stored(folder)
+    model = open_model(str(folder))
+    want = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    assert model.weights.names() == list(want)
+    assert all(torch.equal(model.weights.read(name), tensor) for name, tensor in want.items())
+
+
+def test_what_is_stored_instead_of_a_missing_tensor_is_named(copy: Path) -> None:
+    rewrite(copy, {n.replace("1.mlp.up_proj", "1.mlp.raise"): t for n, t in stored(copy).items()})
+    with pytest.raises(ModelError, match=r"lack 1 tensors .*1\.mlp\.up_proj\.weight; of those .* does not know model\.layers\.1\.mlp\.raise\.weight"):
+        open_model(str(copy))
+
+
 def test_tensors_that_do_not_fit_the_config_are_named(copy: Path) -> None:
     tensors = stored(copy)
     rewrite(copy, {k: v for k, v in tensors.items() if k != "model.layers.1.mlp.up_proj.weight"})

@@ -16,7 +16,7 @@ from qforge.runtime.decoder import supports
 from qforge.stages import importance
 from qforge.stages.journal import Journal, key
 from qforge.text.calibration import CalibrationSet, Writer, calibration_set, generated, with_generated
-from qforge.text.documents import Documents, documents, from_texts
+from qforge.text.documents import Documents, check_named, documents, from_texts
 from qforge.text.likeness import likeness
 from qforge.text.overlap import overlap
 from qforge.text.windows import EvaluationWindows, evaluation_windows
@@ -67,6 +67,8 @@ def gather_texts(recipe: Recipe, model: Model, plan: Plan, journal: Journal | No
     section = recipe.calibration
     calibrated = bool(plan.needs) or importance.wanted(recipe)
     writes = section.source == "generated" or section.generated > 0
+    if section.source != "generated":
+        check_named(section.source, recipe.folder)  # also where nothing reads it: a name that is wrong is a mistake
     reason = supports(model.spec) if calibrated and writes else None
     if reason is not None:
         raise UnsupportedError(f"calibration text that the model generates needs the built-in runtime, which cannot run this model: {reason}; name a text file, or builtin")

@@ -59,15 +59,29 @@ def documents(source: str, *, role: Role, folder: Path, tokenizer: PreTrainedTok
     if source == "builtin":
         plain: ChatRenderer = lambda messages, where: Rendered(render_plain(messages))  # noqa: E731
         return replace(_from_files(source, builtin_files(role), render if has_chat_template(tokenizer) else plain), answers=())
+    check_named(source, folder)
     path = folder / expanded(source)
     if os.path.isfile(path):
         return _asked(_from_files(source, (path,), render), role)
-    if os.path.isdir(path):
+    found = hub_texts(source, role, render)
+    return _asked(replace(from_texts(source, [r.text for r in found]), answers=tuple(r.answers for r in found)), role)
+
+
+def check_named(source: str, folder: Path) -> None:
+    """Refuse what names no text, without reading one; the arguments are those of `documents`.
+
+    Raises:
+        DataError: no such file, a folder, or a file of a kind that is not read as text.
+    """
+    path = folder / expanded(source)
+    if source == "builtin":
+        return
+    if os.path.isfile(path):
+        _check_kind(path, source)
+    elif os.path.isdir(path):
         raise DataError(f"{source}: this is a folder; {ALLOWED}")
-    if _names_a_dataset(source, folder):
-        found = hub_texts(source, role, render)
-        return _asked(replace(from_texts(source, [r.text for r in found]), answers=tuple(r.answers for r in found)), role)
-    raise DataError(f"{source}: no such file in {folder.resolve()}; {ALLOWED}")
+    elif not _names_a_dataset(source, folder):
+        raise DataError(f"{source}: no such file in {folder.resolve()}; {ALLOWED}")
 
 
 def _asked(found: Documents, role: Role) -> Documents:
@@ -115,9 +129,13 @@ def _texts(path: Path, name: str, content: str, render: ChatRenderer) -> list[Re
     return [Rendered(content)] if content.strip() else []
 
 
-def _bytes(path: Path, name: str) -> bytes:
+def _check_kind(path: Path, name: str) -> None:
     if path.suffix.lower() in NO_TEXT:
         raise DataError(f"{name}: {path.suffix} is not read as text; {ALLOWED}")
+
+
+def _bytes(path: Path, name: str) -> bytes:
+    _check_kind(path, name)
     try:
         return path.read_bytes()
     except OSError as e:

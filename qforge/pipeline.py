@@ -42,7 +42,7 @@ def plan(recipe: Recipe | str | Path, *, out: str | Path | None = None, override
 
     Args:
         recipe: as for `quantize`.
-        out: the output folder; what an earlier run measured for method auto is taken from there.
+        out: the output folder, if it is to be checked; what an earlier run measured for method auto is taken from there.
         overrides: as for `quantize`.
 
     Raises:
@@ -50,6 +50,8 @@ def plan(recipe: Recipe | str | Path, *, out: str | Path | None = None, override
     """
     recipe = _loaded(recipe, overrides)
     torch.set_num_threads(recipe.run.threads or default_threads())
+    if out is not None:
+        _refuse_foreign(Path(out), recipe)
     _, merged, model = open_models(recipe)
     blocks = BlockModel(model)
     choices = candidates(recipe, model, blocks)
@@ -57,7 +59,7 @@ def plan(recipe: Recipe | str | Path, *, out: str | Path | None = None, override
     exports.check(recipe, _expected(recipe, model, planned, blocks))
     texts = gather_texts(recipe, model, planned, None)
     workers.check(planned, texts.calibration)
-    planned = replace(planned, notes=(*planned.notes, *_promised(texts.evaluation)))
+    planned = replace(planned, notes=(*planned.notes, *texts.notes, *_promised(texts.evaluation)))
     _budget(recipe, planned, blocks, texts)
     if choices is not None:
         work = _out(recipe, out) / "work"
@@ -259,6 +261,8 @@ def _refuse_foreign(out: Path, recipe: Recipe) -> None:
     Raises:
         OutputError: see above.
     """
+    if out.exists() and not out.is_dir():
+        raise OutputError(f"{out} is a file; choose another --out")
     written = [out / name for name in (*OURS, *FINISHED)]
     if not (out / LOCK).exists():
         found = [p.name for p in written if p.exists()]

@@ -23,15 +23,19 @@ def command(recipe_file: Path, overrides: tuple[str, ...], out: Path | None, fre
     from qforge.search import explain
 
     recipe = load_recipe(recipe_file, overrides)
+    folder = out if out is not None else Path("runs") / recipe.name
     if dry_run:
+        if recipe.sweep is not None:
+            from qforge.search.sweep import refuse_foreign
+
+            refuse_foreign(folder)
         for one in [recipe] if recipe.sweep is None else load_members(recipe_file, overrides):
             click.echo(f"variant {one.name}" if recipe.sweep is not None else "", nl=recipe.sweep is not None)
-            print_plan(*pipeline.plan(one, out=out))
+            print_plan(*pipeline.plan(one, out=folder))
         return
     if recipe.sweep is not None:
         sys.exit(_sweep(recipe_file, overrides, out, fresh))
     with TerminalProgress() as progress:
-        folder = out if out is not None else Path("runs") / recipe.name
         results = pipeline.quantize(recipe, out=folder, fresh=fresh, progress=progress)
         if explain.wanted(results):
             progress.note("a gate on quality failed: measuring where the divergence comes from")

@@ -82,9 +82,9 @@ def sweep(recipe: str | Path, *, out: str | Path | None = None, overrides: Seque
     assert whole.sweep is not None
     changes = {name: {path: str(value) for path, value in changed.items()} for name, changed in members(whole.sweep)}
     folder = Path(out) if out is not None else Path("runs") / whole.name
-    _refuse_foreign(folder)
+    refuse_foreign(folder)
     for member in recipes:
-        _check(member)
+        _check(member, folder / "variants" / member.name)
     with lock(folder):
         _start(folder, fresh)
         rows, results = [], []
@@ -98,14 +98,14 @@ def sweep(recipe: str | Path, *, out: str | Path | None = None, overrides: Seque
     return made
 
 
-def _check(member: Recipe) -> None:
+def _check(member: Recipe, out: Path) -> None:
     """Refuse before any work what this variant would be refused for.
 
     Raises:
         QforgeError: the message begins with the variant's name.
     """
     try:
-        pipeline.plan(member)
+        pipeline.plan(member, out=out)
     except QforgeError as e:
         raise type(e)(f"variant {member.name}: {e}") from e
 
@@ -147,7 +147,12 @@ def _sweep(recipe: Recipe, variants: list[Variant], results: Sequence[Results | 
     return Sweep(__version__, recipe.name, model, e.text_sha256, e.tokens, len(e.clusters), e.reference, variants)
 
 
-def _refuse_foreign(folder: Path) -> None:
+def refuse_foreign(folder: Path) -> None:
+    """Keep other people's files: a sweep's folder is empty, or an earlier one's.
+
+    Raises:
+        OutputError: it is not.
+    """
     found = [] if (folder / LOCK).exists() else [n for n in (*FINISHED, *FOLDERS) if (folder / n).exists()]
     if found:
         raise OutputError(f"{folder} is not an output folder of qforge, and has {', '.join(found)} in it, which a sweep would replace; choose another --out")

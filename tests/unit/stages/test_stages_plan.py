@@ -10,8 +10,10 @@ import pytest
 import tiny
 
 from qforge import pipeline
-from qforge.errors import MissingCapabilityError, QforgeError, RecipeError, UnsupportedError
+from qforge.cli.main import main
+from qforge.errors import DataError, MissingCapabilityError, OutputError, QforgeError, RecipeError, UnsupportedError
 from qforge.plan import Plan
+from qforge.progress import Silent
 from qforge.recipe import load_members
 
 QUANTIZE = {"method": "rtn", "scheme": "int4-g32-sym"}
@@ -81,13 +83,18 @@ def test_a_plan_writes_nothing_and_predicts_the_size(tmp_path: Path) -> None:
         ({"run": {"workers": 2}, "quantize": {"method": "signround", "scheme": "int4-g32-sym"}}, UnsupportedError, "workers: 2 .*signround takes gradients.*use method: gptq"),
         ({"run": {"workers": 40}, "quantize": GPTQ, "calibration": {"samples": 8}}, RecipeError, "workers: 40, but the calibration text has 8 sequences"),
         ({"run": {"memory_limit": "100MiB"}}, RecipeError, r"memory_limit: 100 MiB, but quantizing takes about \d+ MiB"),
+        ({"model": {"source": "model", "revision": "v9"}}, RecipeError, "model.revision: v9 is of a model of the hub, but model is a path on this machine; remove it"),
+        ({"calibration": {"source": "nosuch.jsonl"}}, DataError, "nosuch.jsonl: no such file in .*allowed are builtin"),
+        ({"calibration": {"source": "model"}}, DataError, "model: this is a folder"),
+        ({"calibration": {"source": "model/config.json"}}, DataError, "config.json: .json is not read as text"),
         ({"run": {"activations": "int8"}, "evaluate": {"engine": "transformers"}}, UnsupportedError, "run.activations: int8 is for the built-in runtime"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_by_name_before_anything_is_written(tmp_path: Path, changes: dict[str, object], error: type[QforgeError], says: str) -> None:
     path = recipe(tmp_path, **changes)
-    with pytest.raises(error, match=says):
-        pipeline.quantize(path, out=tmp_path / "out")
+    for run in (pipeline.plan, pipeline.quantize):
+        with pytest.raises(error, match=says):
+            run(path, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -116,11 +123,35 @@ def test_a_variant_of_a_sweep_goes_without_an_option_of_other_methods(tmp_path: 
 
 def test_a_runtime_that_does_not_run_the_model_is_refused_before_work(tmp_path: Path) -> None:
     tiny.make(tmp_path / "model", "olmo2")
-    for out in (None, tmp_path / "out"):
-        path = recipe(tmp_path, evaluate={"engine": "runtime"})
+    path = recipe(tmp_path, evaluate={"engine": "runtime"})
+    for run in (pipeline.plan, pipeline.quantize):
         with pytest.raises(UnsupportedError, match=r"evaluate\.engine: runtime, but the built-in runtime does not list this family.*; use engine: auto or transformers"):
-            pipeline.plan(path) if out is None else pipeline.quantize(path, out=out)
+            run(path, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_says_and_refuses_what_the_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("The small mill stands by the river. " * 60)
+    path = recipe(tmp_path, evaluate={"text": "text.txt"})
+    told: list[str] = []
+
+    class Heard(Silent):
+        def note(self, text: str) -> None:
+            told.append(text)
+
+    _, plan, _ = pipeline.plan(path)
+    pipeline.quantize(path, out=tmp_path / "out", progress=Heard())
+    assert list(plan.notes) == told
+    assert any("capped" in note for note in told)
+    (tmp_path / "file").write_text("mine")
+    for out in ("file", "."):  # OUT/model is the base model
+        for run in (pipeline.plan, pipeline.quantize):
+            with pytest.raises(OutputError, match=r"is a file|not an output folder"):
+                run(path, out=tmp_path / out)
+        with pytest.raises(SystemExit) as left:
+            main(["quantize", "--recipe", str(path), "--dry-run", "--out", str(tmp_path / out)])
+        assert left.value.code == 2
+        assert "choose another --out" in capsys.readouterr().err
 
 
 def test_workers_need_ray_and_a_method_that_reads_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -21,6 +21,9 @@ from qforge.models.model import Model
 from qforge.models.tying import HEAD
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Per, Scheme
+
+_T = TypeVar("_T")
+_JOINT = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +85,14 @@ def layout_for(schemes: Mapping[str, Scheme]) -> AutoGptq:
 
 
 def quantization_config(schemes: Mapping[str, Scheme], unquantized: list[str], *, desc_act: bool) -> dict[str, Any]:
-    """What config.json says of the quantization: the commonest scheme, and by GPTQModel's `dynamic` rules every linear of a block that differs from it."""
+    """What config.json says of the quantization: the commonest scheme, and by GPTQModel's `dynamic` rules every linear of a block that differs from it, under the names of vLLM's
+    joint linears as well."""
     common = Counter(_settings(s) for s in schemes.values()).most_common(1)[0][0]
     bits, group_size = common
-    rules = left_alone([name for name in unquantized if name != HEAD])
-    for name, scheme in schemes.items():
-        if _settings(scheme) != common:
-            other_bits, other_size = _settings(scheme)
-            rules[f"+:^{re.escape(name)}$"] = {"bits": other_bits, "group_size": other_size}
+    skipped = [name for name in unquantized if name != HEAD]
+    others = {name: _settings(scheme) for name, scheme in schemes.items() if _settings(scheme) != common}
+    rules = left_alone([*skipped, *_joint(dict.fromkeys(skipped))])
+    rules |= {f"+:^{re.escape(name)}$": {"bits": b, "group_size": size} for name, (b, size) in (others | _joint(others)).items()}
     symmetric = all(s.symmetric for s in schemes.values())
     config: dict[str, Any] = {
         "quant_method": "gptq",
@@ -106,6 +109,18 @@ def quantization_config(schemes: Mapping[str, Scheme], unquantized: list[str], *
         "meta": {"quantizer": [f"qforge:{__version__}"]},
     }
     return config | ({"dynamic": rules} if rules else {})
+
+
+def _joint(settings: Mapping[str, _T]) -> dict[str, _T]:
+    """Settings of the linears that vLLM makes of several, by whose names it looks rules up; of those alone whose parts all have the same."""
+    found = {}
+    for name in settings:
+        for joint, parts in _JOINT.items():
+            block = name.removesuffix(parts[0])
+            own = [f"{block}{part}" for part in parts]
+            if block != name and all(n in settings and settings[n] == settings[name] for n in own):
+                found[f"{block}{joint}"] = settings[name]
+    return found
 
 
 def left_alone(names: Sequence[str]) -> dict[str, dict[str, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -110,3 +111,22 @@ def test_equal_models_give_equal_bytes(tmp_path, source):
     for out in ("a", "b"):
         GptqExporter().write(quantized(source), tmp_path / out)
     assert sha256_tree(tmp_path / "a") == sha256_tree(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ignore", "expected"),
+    [
+        ({"q_proj": "int8-g64-sym", "k_proj": "int8-g64-sym", "v_proj": "int8-g64-sym"}, (), {"+:self_attn.qkv_proj": {"bits": 8, "group_size": 64}}),
+        ({"gate_proj": "int8-g32-sym", "up_proj": "int8-g32-sym"}, (), {"+:mlp.gate_up_proj": {"bits": 8, "group_size": 32}}),
+        ({}, ("q_proj", "k_proj", "v_proj", "down_proj"), {"-:self_attn.qkv_proj": {}}),
+        ({"q_proj": "int8-g64-sym", "k_proj": "int8-g64-sym"}, (), {}),
+        ({"gate_proj": "int8-g32-sym"}, ("up_proj",), {}),
+    ],
+)
+def test_linears_that_vllm_joins_have_rules_under_the_joint_name(tmp_path, overrides, ignore, expected):
+    model = quantized(open_model(str(tiny.make(tmp_path / "source", layers=2, dtype=torch.float16))), "int4-g32-sym", overrides=overrides, ignore=ignore)
+    GptqExporter().write(model, tmp_path / "out")
+    rules = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"].get("dynamic", {})
+    joint = {name: rule for name, rule in rules.items() if re.search(r"qkv_proj|gate_up_proj", name)}
+    assert joint == {f"{name[:2]}^{re.escape(f'model.layers.{i}.{name[2:]}')}$": rule for i in range(2) for name, rule in expected.items()}
+    assert {n: (s.bits, s.granularity) for n, s in open_model(str(tmp_path / "out")).schemes.items()} == {n: (s.bits, s.granularity) for n, s in model.schemes.items()}

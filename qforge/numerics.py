@@ -341,7 +341,10 @@ def activation_scale(amount: torch.Tensor, number: Number) -> torch.Tensor:
 
 
 def quantize_activations(x: torch.Tensor, scheme: Scheme, static_scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Round activations `[..., I]` as the scheme says and return them dequantized (fp32); unchanged when the scheme leaves them alone."""
+    """Round activations `[..., I]` as the scheme says and return them dequantized (fp32); unchanged when the scheme leaves them alone.
+
+    What is NaN or infinite becomes NaN under a static scale, too, whose codes would make a small number of it: a model that overflows is not to look sound.
+    """
     a = scheme.activations
     if a is None:
         return x
@@ -356,7 +359,8 @@ def quantize_activations(x: torch.Tensor, scheme: Scheme, static_scale: torch.Te
     else:
         scale = activation_scale(x.abs().amax() if a.granularity.per is Per.TENSOR else x.abs().amax(-1, keepdim=True), a.number)
     kind = Scheme(a.number, a.granularity)
-    return decode(encode(x, scale, None, kind), scale, None, kind)
+    rounded = decode(encode(x, scale, None, kind), scale, None, kind)
+    return torch.where(x.isfinite(), rounded, torch.nan) if a.static else rounded
 
 
 def input_rounding(scheme: Scheme | None, static_scale: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -66,4 +66,7 @@ class Originals:
             return found
         places = torch.searchsorted(original_rows, rows).clamp(max=len(original_rows) - 1)
         both = original_rows[places] == rows
-        return torch.where(both[:, None], found[places], x.to(found.dtype))
+        right = x.to(found.dtype)
+        if right.isinf().any():  # larger than what the unquantized model has
+            found, right = found.bfloat16(), x.bfloat16()
+        return torch.where(both[:, None], found[places], right)

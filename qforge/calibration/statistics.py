@@ -47,8 +47,7 @@ class Sums:
         if self._hessian is not None:
             _add_square(x, self._hessian)
         if self._cross is not None and originals is not None:
-            here = originals.reshape(x.shape)
-            _add_products(here.float().sub_(x.to(here.dtype)), x, self._cross)  # rounded alike: equal inputs have no difference
+            _add_products(difference(originals.reshape(x.shape), x), x, self._cross)
         if self._residual is not None and lacking is not None:
             _add_products(lacking.reshape(len(x), -1).float().contiguous(), x, self._residual)
         if self._absmax is not None:
@@ -100,6 +99,14 @@ class Sums:
     def _peak(self) -> float | None:
         known = self._energy > 0 and math.isfinite(self._energy)
         return self._largest / math.sqrt(self._energy / (self._tokens * self._in_features)) if known else None
+
+
+def difference(wanted: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`wanted - x` in fp32, x rounded as what is wanted was, so that equal values have no difference; not where it is too large for that type."""
+    rounded = x.to(wanted.dtype)
+    if wanted.dtype == torch.float16 and rounded.isinf().any():
+        return wanted.float().sub_(torch.where(rounded.isinf(), x, rounded.float()))
+    return wanted.float().sub_(rounded)
 
 
 def _add_square(x: torch.Tensor, into: torch.Tensor) -> None:

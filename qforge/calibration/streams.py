@@ -19,7 +19,7 @@ from qforge.calibration.originals import Originals
 from qforge.calibration.precision import fast_products
 from qforge.calibration.replay import finished_block
 from qforge.calibration.room import Kept, Room
-from qforge.calibration.statistics import Sums
+from qforge.calibration.statistics import Sums, difference
 from qforge.calibration.store import Hidden, Piece
 from qforge.calibration.transforms import PROBE, Folds
 from qforge.calibration.tuning import step_rows
@@ -155,7 +155,7 @@ class Streams:
         def compare(tap: str, batch: int, x: torch.Tensor) -> None:
             wanted = None if originals is None else originals.take(tap, batch, x, None)
             assert wanted is not None
-            lacking[tap][batch] = self._room.copy(wanted.float().sub_(x.to(wanted.dtype)))
+            lacking[tap][batch] = self._room.copy(difference(wanted, x))
 
         followers = find_followers(linears, run, self.probe)
         behind = frozenset(name for names in followers.values() for name in names)

@@ -57,7 +57,8 @@ def outliers(layers: Sequence[LayerResult]) -> list[str]:
             if len(kind) >= FEWEST and error > LEAST and error > RATIO * middle:
                 mixes = (layer.scheme or "").startswith("int")  # an artifact of NF4 or FP4 holds nothing else
                 advice = f'; quantize.overrides: [{{match: "{layer.name}", scheme: int8-channel-sym}}] would keep it close' if mixes else ""
-                found.append(f"{layer.name}: output error {error:.3f}, {error / middle:.1f} times the median of its kind{advice}")
+                beside = f"{error / middle:.1f} times the median of its kind" if middle else "where the median of its kind is 0"
+                found.append(f"{layer.name}: output error {error:.3f}, {beside}{advice}")
     return found
 
 

@@ -170,3 +170,10 @@ def test_methods_take_what_has_an_arithmetic_and_name_what_has_none(method: str)
     assert quantizer is not None
     assert all(quantizer.supports(parse(text)) is None for text in (*RTN_SCHEMES, *PRESETS))
     assert all(quantizer.supports(parse(text)) for text in UNDEFINED)
+
+
+@pytest.mark.parametrize("text", ["int8-channel-sym+int8-tensor-static", "fp8-e4m3-tensor+fp8-e4m3-tensor-static"])
+def test_a_static_scale_does_not_hide_an_overflow(text: str) -> None:
+    x = torch.tensor([[1.0, float("nan"), float("inf"), -float("inf"), 2.0, 1e6]])
+    rounded = numerics.quantize_activations(x, parse(text), torch.tensor(0.02))
+    assert rounded.isnan().tolist() == [[False, True, True, True, False, False]]

@@ -26,3 +26,8 @@ def test_what_is_no_outlier_is_not_named(errors: tuple[float | None, ...]) -> No
 
 def test_kinds_are_compared_among_themselves() -> None:
     assert outliers(layers(0.02, 0.02, 0.02, 0.02) + layers(0.3, 0.3, 0.3, 0.3, kind="o_proj")) == []
+
+
+def test_one_bad_layer_among_exact_ones_is_named() -> None:
+    (sentence,) = outliers(layers(0.0, 0.0, 0.0, 0.12))
+    assert sentence.startswith("model.layers.3.mlp.down_proj: output error 0.120, where the median of its kind is 0;")

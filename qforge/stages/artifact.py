@@ -77,7 +77,7 @@ def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, 
         sharing = None if plan.workers == 1 else functools.partial(workers.hired, recipe, plan.workers, budget, journal, root)
         job = Job(blocks, plan.quantizer, plan.schemes, plan.options, room, plan.transforms, tuner, pieces.outputs, sharing)
         with computing_on(device_of(recipe.run.device)):
-            quantize_blocks(job, None if calibration is None or plan.needs == {KV_CACHE} else calibration.ids, pieces.store(), progress)
+            quantize_blocks(job, None if calibration is None or not plan.needs - {KV_CACHE} else calibration.ids, pieces.store(), progress)
         if plan.options.tune and calibration is not None:
             with clock.part("tune"):
                 pieces.tune(lambda: _tuned(blocks, plan, pieces, calibration.ids, room, progress))

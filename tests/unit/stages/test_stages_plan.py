@@ -234,3 +234,20 @@ def test_the_last_override_wins_and_ignore_wins_over_patterns(tmp_path: Path) ->
     assert not {"model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_proj"} & set(schemes)
     (note,) = (n for n in plan.notes if "goes before" in n)
     assert note == "model.layers.0.mlp.gate_proj and 1 more: quantize.ignore '*.0.mlp.*' goes before the override '*'; name a layer in full to quantize it"
+
+
+@pytest.mark.parametrize("more", [{}, {"kv_cache": "fp8"}])
+def test_a_text_for_an_export_alone_does_not_go_through_the_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, object]) -> None:
+    tiny.make(tmp_path / "model", hidden=256, intermediate=256)
+    given: list[object] = []
+
+    def stop(job: object, windows: object, *rest: object) -> None:
+        given.append(windows)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qforge.stages.artifact.quantize_blocks", stop)
+    export = [{"format": "gguf", "type": "q4_k_m"}]
+    path = recipe(tmp_path, quantize={**QUANTIZE, **more}, export=export, calibration={"samples": 2, "sequence_length": 16})
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.quantize(path, out=tmp_path / "out")
+    assert given == [None]

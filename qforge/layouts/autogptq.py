@@ -94,15 +94,15 @@ class AutoGptq:
         expect_shape(qweight, (words_for(in_features, scheme.bits), out_features), "qweight", NAME)
         qzeros = expect_shape(take_matrix(tensors, "qzeros", NAME, torch.int32), (columns, words_for(out_features, scheme.bits)), "qzeros", NAME)
         codes = unpack_words(qweight, scheme.bits, in_features, dim=0).T.contiguous()
-        zeros = (unpack_words(qzeros, scheme.bits, out_features, dim=1) + (2 - self.version)).T.contiguous()
+        stored = unpack_words(qzeros, scheme.bits, out_features, dim=1)
+        zeros = (stored + (2 - self.version)).T.contiguous()
         if index is not None:
             index = expect_group_index(expect_shape(index, (in_features,), "g_idx", NAME), columns, NAME)
             index = None if torch.equal(index, _contiguous(in_features, scheme)) else index
         if not scheme.symmetric:
-            if int(zeros.max()) >> scheme.bits:
-                raise ModelError(
-                    f"this version 1 GPTQ checkpoint has a zero point of {int(zeros.max())}, which means 0 to some programs and {int(zeros.max())} to others; convert it to gptq_v2"
-                )
+            most = int(stored.max()) + (2 - self.version)  # 256 does not fit the type of zeros
+            if most >> scheme.bits:
+                raise ModelError(f"this version 1 GPTQ checkpoint has a zero point of {most}, which means 0 to some programs and {most} to others; convert it to gptq_v2")
             return QuantizedLinear(scheme, codes, scales, zeros, index, bias=tensors.get("bias"))
         middle = 1 << (scheme.bits - 1)
         if not (zeros == middle).all():

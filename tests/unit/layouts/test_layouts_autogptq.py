@@ -80,3 +80,14 @@ def test_scales_that_fp16_rounds_are_refused():
     q = QuantizedLinear(parse("int4-g32-sym"), torch.zeros(8, 32, dtype=torch.int8), torch.full((8, 1), 0.1))
     with pytest.raises(UnsupportedError, match="fp16"):
         AutoGptq(1).pack(q)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_stored_zero_point_that_version_1_would_add_one_to_beyond_its_bits_is_refused(bits: int) -> None:
+    scheme = parse(f"int{bits}-g32-asym")
+    q = QuantizedLinear(scheme, torch.zeros(32, 32, dtype=torch.uint8), torch.ones(32, 1), torch.ones(32, 1, dtype=torch.uint8))
+    tensors = AutoGptq(1).pack(q)
+    tensors["qzeros"] = torch.full_like(tensors["qzeros"], -1)
+    with pytest.raises(ModelError, match=f"zero point of {1 << bits}, which means 0 to some"):
+        AutoGptq(1).unpack(tensors, scheme)
+    assert AutoGptq(2).unpack(tensors, scheme).zeros.unique().tolist() == [(1 << bits) - 1]

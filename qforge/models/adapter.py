@@ -37,7 +37,8 @@ class AdapterReport:
         method: LoRA, rsLoRA or DoRA.
         tensors: weights that a low-rank product was merged into.
         replaced: tensors that the adapter brings in full (`modules_to_save`, trained biases, resized embeddings).
-        relative_delta_mean: over those weights, Frobenius norm of the change divided by that of the base's weight.
+        relative_delta_mean, relative_delta_max: over those weights, Frobenius norm of the change divided by that of the base's weight; without those that are all zero in the base,
+            and None where no others are.
         sha256: of adapter_config.json and adapter_model.safetensors.
         notes: what a reader should know (embeddings untied, vocabulary grown).
     """
@@ -49,8 +50,8 @@ class AdapterReport:
     alpha: float
     tensors: int
     replaced: tuple[str, ...]
-    relative_delta_mean: float
-    relative_delta_max: float
+    relative_delta_mean: float | None
+    relative_delta_max: float | None
     sha256: str
     notes: tuple[str, ...] = ()
 

@@ -191,15 +191,18 @@ def _settle_vocabulary(starts: Mapping[str, torch.Tensor], skeleton: Skeleton, c
 
 def _report(adapter: Adapter, merged: Merged, notes: tuple[str, ...]) -> AdapterReport:
     relative = []
+    tensors = 0
     for module, product in adapter.products.items():
         if not merged.changes(f"{module}.weight"):
             continue  # the head of a pair that stays tied: the embedding has the same product
+        tensors += 1
         base = merged.start(f"{module}.weight")
         norm = float(torch.linalg.vector_norm(base))
-        relative.append(_change_norm(adapter.weight, product, base) / norm if norm > 0 else float("inf"))
+        if norm > 0:
+            relative.append(_change_norm(adapter.weight, product, base) / norm)
     config = adapter.config
-    mean, largest = (sum(relative) / len(relative), max(relative)) if relative else (0.0, 0.0)
-    return AdapterReport(adapter.source, adapter.weight, config.variant, config.rank, config.alpha, len(relative), tuple(adapter.replaced), mean, largest, adapter.sha256, notes)
+    mean, largest = (sum(relative) / len(relative), max(relative)) if relative else (None, None) if tensors else (0.0, 0.0)
+    return AdapterReport(adapter.source, adapter.weight, config.variant, config.rank, config.alpha, tensors, tuple(adapter.replaced), mean, largest, adapter.sha256, notes)
 
 
 def _change_norm(weight: float, product: Product, base: torch.Tensor) -> float:

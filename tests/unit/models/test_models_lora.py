@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,22 @@ def spoil(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, to
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_base_weight_of_zeros_as_added_blocks_have_it_is_merged_and_told_without_a_relative_change(tied: Path, tmp_path: Path, zero: int) -> None:
+    base = Path(shutil.copytree(tied, tmp_path / "base"))
+    names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)]
+    tensors = load_file(base / "model.safetensors")
+    save_file({n: t * 0 if n in names[2 - zero :] else t for n, t in tensors.items()}, base / "model.safetensors", metadata={"format": "pt"})
+    adapt(base, tmp_path / "a")
+    model = with_adapters(open_model(str(base)), [("a", 1.0)], folder=tmp_path)
+    (report,) = model.adapters
+    json.dumps(asdict(report), allow_nan=False)
+    assert report.tensors == 2
+    assert (report.relative_delta_mean is None) == (zero == 2)
+    assert report.relative_delta_max == report.relative_delta_mean
+    assert model.weights.read(names[1]).abs().max() > 0
 
 
 @pytest.mark.parametrize(

@@ -298,11 +298,11 @@ def _fitted(scheme: Scheme, name: str, out_features: int, in_features: int, fall
         return scheme, None
     if fallback == "ignore":
         return None, f"left unquantized: {problem}"
-    if fallback == "adjust" and scheme.granularity.per is Per.GROUP:
-        size = next(n for n in range(scheme.granularity.columns, 0, -1) if in_features % n == 0)
-        if size >= 16 and scheme.with_group_size(size).problem_with(out_features, in_features) is None:
-            return scheme.with_group_size(size), f"group size {scheme.granularity.columns} adjusted to {size}, which divides {in_features}"
-    raise RecipeError(f"quantize.scheme {scheme}: {name}: {problem}; or set quantize.options.group_fallback: adjust or ignore")
+    size = next(n for n in range(scheme.granularity.columns, 0, -1) if in_features % n == 0) if scheme.granularity.per is Per.GROUP else 0
+    adjustable = size >= 16 and scheme.with_group_size(size).problem_with(out_features, in_features) is None
+    if fallback == "adjust" and adjustable:
+        return scheme.with_group_size(size), f"group size {scheme.granularity.columns} adjusted to {size}, which divides {in_features}"
+    raise RecipeError(f"quantize.scheme {scheme}: {name}: {problem}; or set quantize.options.group_fallback: {'adjust or ' if adjustable else ''}ignore")
 
 
 def _sizes(model: Model, layers: Sequence[LayerPlan]) -> tuple[int, int, int]:

@@ -87,6 +87,7 @@ def sweep(recipe: str | Path, *, out: str | Path | None = None, overrides: Seque
         _check(member, folder / "variants" / member.name)
     with lock(folder):
         _start(folder, fresh)
+        _clear_others(folder, [member.name for member in recipes], progress)
         rows, results = [], []
         for i, member in enumerate(recipes):
             progress.note(f"variant {i + 1} of {len(recipes)}: {member.name}")
@@ -166,3 +167,17 @@ def _start(folder: Path, fresh: bool) -> None:
         for name in FOLDERS if fresh else ():
             shutil.rmtree(folder / name, ignore_errors=True)
         (folder / "work").mkdir(exist_ok=True)
+
+
+def _clear_others(folder: Path, names: Sequence[str], progress: Progress) -> None:
+    """Remove the variants of an earlier sweep, which would look like this one's; what is no run's stays.
+
+    Raises:
+        OutputError: one of them is in use.
+    """
+    others = [p for p in sorted((folder / "variants").glob("*")) if p.name not in names and (p / LOCK).exists()]
+    for path in others:
+        with lock(path), readable_errors(path):
+            shutil.rmtree(path)
+    if others:
+        progress.note(f"removed what an earlier sweep left: {', '.join(p.name for p in others)}")

@@ -16,6 +16,7 @@ import qforge
 from qforge.cli.main import main
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import NumericalError, OutputError, RecipeError
+from qforge.progress import Silent
 from qforge.recipe import load_members
 from qforge.search.front import Variant, ranked
 from qforge.search.sweep import Sweep
@@ -180,6 +181,23 @@ def test_a_variant_that_fails_is_listed_and_the_others_are_there(tmp_path: Path,
     assert sweep.exit_code == 2
     assert all(v.error is None for v in sweep.variants[1:])
     assert "NOT COMPUTED: weights are broken" in (tmp_path / "out" / "sweep.md").read_text()
+
+
+def test_what_another_sweep_left_is_removed(tmp_path: Path) -> None:
+    """Beside a sweep.json without it, it would look like one of its variants; what is not a run's stays."""
+    quick = {"quantize": {"method": "rtn", "scheme": "int4-g32-sym"}}
+    out = tmp_path / "out"
+    told: list[str] = []
+    qforge.sweep(prepared(tmp_path, sweep={"matrix": {"quantize.scheme": ["int4-g32-sym", "int8-g32-sym"]}}, **quick), out=out)
+    (out / "variants" / "notes").mkdir()
+
+    class Heard(Silent):
+        def note(self, text: str) -> None:
+            told.append(text)
+
+    qforge.sweep(prepared(tmp_path, sweep={"matrix": {"quantize.scheme": ["int8-g32-sym", "int8-channel-sym"]}}, **quick), out=out, progress=Heard())
+    assert sorted(p.name for p in (out / "variants").iterdir()) == ["int8-channel-sym", "int8-g32-sym", "notes"]
+    assert "removed what an earlier sweep left: int4-g32-sym" in told
 
 
 def test_other_peoples_files_stay(tmp_path: Path) -> None:

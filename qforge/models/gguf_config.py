@@ -37,7 +37,7 @@ def gguf_config(header: GgufHeader) -> PretrainedConfig:
         raise ModelError(f"{header.path} is a mixture of experts; these are not available yet")
     family = FAMILIES[architecture]
     values = _sizes(header, get, family)
-    values |= _gemma3(get, values) if family == "gemma3_text" else {"rope_parameters": _rope(header, get, values["head_dim"])}
+    values |= _gemma3(header, get, values) if family == "gemma3_text" else {"rope_parameters": _rope(header, get, values["head_dim"])}
     try:
         return CONFIG_MAPPING[family].from_dict({"model_type": family, "architectures": [_ARCHITECTURES[family]], **values, **_tokens(header, values["vocab_size"])})
     except Exception as e:  # transformers' validators raise many kinds
@@ -114,23 +114,35 @@ def token_id(header: GgufHeader, kind: str, vocab_size: int) -> int | None:
     return found if found is not None and 0 <= found < vocab_size else None
 
 
-def _scaling(header_path: Any, get: _Keys) -> dict[str, Any]:
-    kind = get.optional("rope.scaling.type", "none")
-    if kind == "none":
-        return {"rope_type": "default"}
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": get.required("rope.scaling.factor", float)}
+def _scaling(header: GgufHeader, get: _Keys) -> dict[str, Any]:
+    """Rotary scaling: linear where the file gives a factor and no type, and none with a factor of 1 or 0, as llama.cpp has it."""
+    kind = get.optional("rope.scaling.type", "linear")
+    if kind not in ("none", "linear", "yarn"):
+        raise ModelError(f"{header.path}: rotary scaling of the kind {reprlib.repr(kind)} is not available; none, linear and yarn are")
+    key = next((key for key in ("rope.scaling.factor", "rope.scale_linear") if get.optional(key, None) is not None), None)  # the second is its old name
+    factor = 1.0 if key is None or get.optional(key, 0.0) == 0 else get.required(key, float)
+    attention = get.number("rope.scaling.attn_factor", 1.0, float)
+    if attention != 1.0 and (kind != "yarn" or header.architecture == "gemma3"):
+        raise ModelError(
+            f"{header.path}: its metadata say {attention} for {header.architecture}.rope.scaling.attn_factor, which is available with yarn scaling, and not for gemma3"
+        )
     if kind == "yarn":
-        found = {"rope_type": "yarn", "factor": get.required("rope.scaling.factor", float)}
-        key = "rope.scaling.original_context_length"
-        return found if get.optional(key, None) is None else found | {"original_max_position_embeddings": get.required(key, int)}
-    raise ModelError(f"{header_path}: rotary scaling of the kind {reprlib.repr(kind)} is not available; none, linear and yarn are")
+        found = {"rope_type": "yarn", "factor": get.required("rope.scaling.factor", float) if key is None else factor}
+        if attention != 1.0:
+            found["attention_factor"] = attention * (1 + 0.1 * math.log(max(factor, 1.0)))
+        original = "rope.scaling.original_context_length"
+        return found if get.optional(original, None) is None else found | {"original_max_position_embeddings": get.required(original, int)}
+    return {"rope_type": "default"} if kind == "none" or factor == 1.0 else {"rope_type": "linear", "factor": factor}
 
 
 def _rope(header: GgufHeader, get: _Keys, head_dim: int) -> dict[str, Any]:
     theta = get.number("rope.freq_base", 10000.0, float)
-    found = {"rope_theta": theta, **_scaling(header.path, get)}
-    return found | _llama3_scaling(header, theta, head_dim) if "rope_freqs.weight" in header.tensors else found
+    found = {"rope_theta": theta, **_scaling(header, get)}
+    if "rope_freqs.weight" not in header.tensors:
+        return found
+    if found["rope_type"] != "default":
+        raise ModelError(f"{header.path}: its rotary frequencies are scaled twice, by rope_freqs.weight and as {found['rope_type']}; this is not available")
+    return found | _llama3_scaling(header, theta, head_dim)
 
 
 def _llama3_scaling(header: GgufHeader, theta: float, head_dim: int) -> dict[str, Any]:
@@ -161,11 +173,11 @@ def _divisor(frequency: float, p: Mapping[str, Any]) -> float:
     return float(1.0 / ((1 - smooth) / factor + smooth))
 
 
-def _gemma3(get: _Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma3(header: GgufHeader, get: _Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     layers, head_dim = sizes["num_hidden_layers"], sizes["head_dim"]
     pattern = get.optional("attention.sliding_window_pattern", _GEMMA3_PERIOD)
     sliding = pattern if isinstance(pattern, list) else [(i + 1) % get.number("attention.sliding_window_pattern", _GEMMA3_PERIOD, int) != 0 for i in range(layers)]
-    full = {"rope_theta": get.number("rope.freq_base", 1_000_000.0, float), **_scaling("gemma3", get)}
+    full = {"rope_theta": get.number("rope.freq_base", 1_000_000.0, float), **_scaling(header, get)}
     return {
         "query_pre_attn_scalar": sizes["hidden_size"] // sizes["num_attention_heads"] if layers == _GEMMA3_27B_LAYERS else head_dim,
         "sliding_window": get.required("attention.sliding_window", int),

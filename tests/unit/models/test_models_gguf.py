@@ -194,6 +194,58 @@ def test_rope_scaling_keys_are_read(bases: dict[str, Path], tmp_path: Path) -> N
         open_model("long.gguf", folder=tmp_path)
 
 
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+PLAIN = {"rope_type": "default"}
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"scaling.factor": 4.0}, LINEAR),
+        ({"scale_linear": 4.0}, LINEAR),
+        ({"scaling.factor": 4.0, "scale_linear": 2.0}, LINEAR),
+        ({"scaling.type": "linear", "scale_linear": 4.0}, LINEAR),
+        ({"scaling.factor": 1.0}, PLAIN),
+        ({"scaling.factor": 0.0}, PLAIN),
+        ({"scaling.type": "linear"}, PLAIN),
+        ({"scaling.type": "none", "scaling.factor": 4.0, "scaling.attn_factor": 1.0}, PLAIN),
+        ({"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.attn_factor": 0.5}, {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.5 * (1 + 0.1 * math.log(4))}),
+    ],
+    ids=str,
+)
+def test_rope_is_scaled_as_llama_cpp_reads_the_keys(bases: dict[str, Path], tmp_path: Path, said: dict[str, Any], expected: dict[str, Any]) -> None:
+    header = read_gguf_header(write(tmp_path / "m.gguf", bases["llama"]))
+    header.metadata.update({f"llama.rope.{key}": value for key, value in said.items()})
+    rope = gguf_config(header).rope_parameters
+    assert {key: rope[key] for key in ("rope_type", "factor", "attention_factor") if key in rope} == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "message"),
+    [
+        ("llama", {"scaling.attn_factor": 2.0}, "2.0 for llama.rope.scaling.attn_factor"),
+        ("llama", {"scaling.type": "linear", "scaling.factor": 4.0, "scaling.attn_factor": 2.0}, "2.0 for llama.rope.scaling.attn_factor"),
+        ("gemma3_text", {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.attn_factor": 2.0}, "2.0 for gemma3.rope.scaling.attn_factor"),
+        ("llama", {"scaling.factor": -1.0}, "-1.0 for llama.rope.scaling.factor, where one positive number"),
+        ("llama", {"scaling.factor": math.nan}, "nan for llama.rope.scaling.factor, where one positive number"),
+        ("llama", {"scale_linear": "x"}, "'x' for llama.rope.scale_linear, where one positive number"),
+    ],
+    ids=str,
+)
+def test_rope_that_is_scaled_otherwise_is_refused(bases: dict[str, Path], tmp_path: Path, family: str, said: dict[str, Any], message: str) -> None:
+    header = read_gguf_header(write(tmp_path / "m.gguf", bases[family]))
+    header.metadata.update({f"{header.architecture}.rope.{key}": value for key, value in said.items()})
+    with pytest.raises(ModelError, match=message):
+        gguf_config(header)
+
+
+def test_two_scalings_of_rope_at_once_are_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    header = read_gguf_header(write(tmp_path / "m.gguf", bases["llama"], extra=lambda w: w.add_tensor("rope_freqs.weight", divisors(16, 12345.0, 8.0))))
+    header.metadata["llama.rope.scaling.factor"] = 4.0
+    with pytest.raises(ModelError, match="scaled twice"):
+        gguf_config(header)
+
+
 def test_models_that_are_not_read_from_gguf_are_named(bases: dict[str, Path], tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", bases["llama"], arch="mamba")
     with pytest.raises(ModelError, match="'mamba'; qforge reads llama, qwen2, qwen3, gemma3"):

@@ -160,7 +160,7 @@ def _gguf(header: GgufHeader, check: bool) -> dict[str, Any]:
     tensor_bytes = sum(t.nbytes for t in header.tensors.values())
     if check:
         _read_all(open_model(str(header.path)))
-    metadata = {key: value for key, value in header.metadata.items() if isinstance(value, (str, int, float, bool)) and len(str(value)) <= 200}
+    metadata = {key: _printable(value) for key, value in header.metadata.items() if isinstance(value, (str, int, float, bool)) and len(str(value)) <= 200}
     matrices = [t for t in header.tensors.values() if len(t.shape) > 1]
     return {
         "path": str(header.path),
@@ -179,6 +179,11 @@ def _gguf(header: GgufHeader, check: bool) -> dict[str, Any]:
         "sound": True,
         "checked": "all tensors read" if check else "header, sizes and offsets",
     }
+
+
+def _printable(value: str | float) -> str | float:
+    """JSON has no numbers that are not finite: these are texts."""
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
 def _gguf_on_runtime(header: GgufHeader) -> dict[str, Any]:

@@ -195,6 +195,8 @@ class _Reader:
             ggml_type = GGMLQuantizationType(kind)
         except ValueError as e:
             raise ModelError(f"{self._path}: tensor '{name}' has the type {kind}, which the installed gguf package does not know; a newer one may: pip install -U gguf") from e
+        if 0 in shape:
+            raise self._damaged(f"tensor '{name}' has no values (shape {list(shape)})")
         block, block_bytes = GGML_QUANT_SIZES[ggml_type]
         if shape[-1] % block:
             raise self._damaged(f"tensor '{name}' has rows of {shape[-1]} values, which are no whole blocks of {ggml_type.name}")

@@ -130,6 +130,29 @@ def test_a_gguf_without_a_linear_does_not_run_and_says_why(files, tmp_path, caps
     assert json.loads(out)["runtime"] == {"runs": False, "reason": "tensor 'model.layers.1.self_attn.q_proj.weight' is missing"}
 
 
+def test_a_gguf_tensor_without_values_is_one_line_and_exit_code_2(files, tmp_path, capsys):
+    data = (files / "gguf/model-q4_0.gguf").read_bytes()
+    name = b"blk.0.attn_q.weight"
+    rows = data.rindex(name) + len(name) + 4 + 8  # behind the number of dimensions and the first of them
+    (tmp_path / "m.gguf").write_bytes(data[:rows] + bytes(8) + data[rows + 8 :])
+    code, out, err = run(capsys, tmp_path / "m.gguf")
+    assert (code, out) == (2, "")
+    assert err.strip().splitlines() == [err.strip()]
+    assert "tensor 'blk.0.attn_q.weight' has no values (shape [0, 64])" in err
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_metadata_that_json_has_no_number_for_are_texts(files, tmp_path, capsys, value):
+    data = (files / "gguf/model-q4_0.gguf").read_bytes()
+    key = b"llama.rope.freq_base"
+    at = data.index(key) + len(key) + 4  # behind its type
+    (tmp_path / "m.gguf").write_bytes(data[:at] + struct.pack("<f", float(value)) + data[at + 4 :])
+    code, out, _ = run(capsys, tmp_path / "m.gguf", "--json")
+    assert code == 0
+    assert json.loads(out, parse_constant=pytest.fail)["metadata"]["llama.rope.freq_base"] == value
+    assert f"llama.rope.freq_base = {value}\n" in run(capsys, tmp_path / "m.gguf")[1]
+
+
 def test_a_limited_instruction_set_is_named(files, capsys, monkeypatch):
     monkeypatch.setenv("QFORGE_ISA", "portable")
     found = json.loads(run(capsys, files / "run", "--json")[1])

@@ -155,7 +155,7 @@ class GgufExporter:
         shape = weight_shape(model, module)
         if self.type in _FLOATS:
             dtype = _FLOATS[self.type]
-            return Tensor(name, GGMLQuantizationType[self.type.upper()], shape, lambda: _bytes(numerics.dequantize(permuted(model, module)).to(dtype)))
+            return Tensor(name, GGMLQuantizationType[self.type.upper()], shape, lambda: _bytes(dequantized(model, module).to(dtype)))
         kind = self._kind(model, module)
         return Tensor(name, GGMLQuantizationType[kind], shape, lambda: layout_of(kind).pack(permuted(model, module))["weight"].numpy())
 
@@ -235,12 +235,21 @@ def permuted(model: Model, module: str) -> QuantizedLinear:
     )
 
 
+def dequantized(model: Model, module: str) -> torch.Tensor:
+    """fp32 weight `[O, I]` of a quantized linear with its rows in GGUF's order; of any scheme, for scales of several rows (blocks) have no such order."""
+    return _in_order(model, f"{module}.weight", numerics.dequantize(model.linear(module)))
+
+
 def plain(model: Model, name: str) -> torch.Tensor:
     """An unquantized tensor with its rows in GGUF's order, and with what GGUF adds to it."""
     tensor = model.weights.read(name)
     offset = gguf_norm_offset(model.config.model_type, name)
     if offset:
         tensor = tensor.float() + offset
+    return _in_order(model, name, tensor)
+
+
+def _in_order(model: Model, name: str, tensor: torch.Tensor) -> torch.Tensor:
     heads = permuted_heads(name, model.config.num_attention_heads, model.config.num_key_value_heads)
     return permute_rows(tensor, heads) if heads is not None and gguf_permutes(model.config.model_type) else tensor
 

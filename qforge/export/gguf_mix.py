@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
-from qforge import numerics
 from qforge.errors import NumericalError, UnsupportedError
 from qforge.export import imatrix as matrices
-from qforge.export.gguf import GgufExporter, Tensor, permuted, plain, write_file
+from qforge.export.gguf import GgufExporter, Tensor, dequantized, plain, write_file
 from qforge.export.gguf_types import MIXES, tensor_type
 from qforge.export.imatrix import Imatrix
 from qforge.layouts.gguf_superblocks import pack
@@ -95,7 +94,7 @@ class GgufMixExporter:
         importance = None if self.imatrix is None else self.imatrix.of(used_by)
 
         def read() -> np.ndarray:
-            weight = numerics.dequantize(permuted(model, used_by)) if used_by in model.schemes else plain(model, f"{module}.weight")
+            weight = dequantized(model, used_by) if used_by in model.schemes else plain(model, f"{module}.weight")
             if kind == "F16":
                 return weight.to(torch.float16).numpy()
             try:

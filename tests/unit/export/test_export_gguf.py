@@ -80,6 +80,19 @@ def test_the_f32_twin_holds_any_scheme(tmp_path, text):
     assert verify_gguf_weights(path, model).rounded is None
 
 
+@pytest.mark.parametrize("text", ["fp8-e4m3-block32", "nf4-g32@u8/g256:f32", "int8-tensor-asym", "nvfp4"])
+def test_the_f32_twin_has_its_rows_in_llamas_order(tmp_path, text):
+    """Whatever scales go over several rows, or over several scales."""
+    model = quantized(opened(tmp_path, hidden=256, intermediate=256, layers=1), text)
+    (path,) = GgufExporter("f32").write(model, tmp_path / "out")
+    found = verify_gguf_weights(path, model)
+    assert found.weights_equal, found.note
+    (mix,) = exporter("gguf", "q6_k").write(model, tmp_path / "mix")
+    (twin,) = exporter("gguf", "q6_k").write(open_model(str(path)), tmp_path / "twin")
+    ours, theirs = ({t.name: t.data.tobytes() for t in gguf.GGUFReader(p).tensors if len(t.shape) == 2} for p in (mix, twin))
+    assert ours == theirs
+
+
 def test_sixteen_bit_types_say_that_they_round(tmp_path):
     model = quantized(opened(tmp_path))
     (path,) = GgufExporter("f16").write(model, tmp_path / "out")

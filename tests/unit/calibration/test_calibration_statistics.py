@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from qforge.calibration import statistics
 from qforge.calibration.originals import Originals
 from qforge.calibration.room import Room
 from qforge.calibration.statistics import Sums, difference
@@ -54,3 +55,15 @@ def test_a_token_that_only_the_quantized_stream_sends_to_an_expert_counts_as_rig
     wanted = found.take("e", 0, x, rows)
     assert wanted is not None
     assert torch.equal(difference(wanted, x), torch.stack([torch.full((8,), -2.0), torch.zeros(8)]))
+
+
+def test_a_hessian_wider_than_its_tiles_is_the_whole_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "COLUMNS", 16)
+    x = torch.randn(100, 56, generator=torch.Generator().manual_seed(0))
+    sums = Sums(frozenset({"hessian"}), 56)
+    for part in x.split(30):
+        sums.add(part)
+    hessian = sums.stats().hessian
+    assert hessian is not None
+    torch.testing.assert_close(hessian.double(), x.double().T @ x.double(), rtol=1e-5, atol=1e-4)
+    assert torch.equal(hessian, hessian.T)

@@ -16,9 +16,11 @@ from tokenizers.models import WordLevel
 
 from qforge.engines.base import chunks
 from qforge.errors import DataError, NumericalError, UnsupportedError
+from qforge.evaluate import power
 from qforge.evaluate.divergence import evaluate
 from qforge.evaluate.scores import score_windows
 from qforge.evaluate.spelling import spelled
+from qforge.evaluate.statistics import Mean
 from qforge.types import Guess, WorstToken
 
 VOCABULARY = 311
@@ -278,3 +280,22 @@ def test_only_the_places_that_are_asked_for_count() -> None:
     assert sum(b.tokens for b in found.kl_by_position) == len(rows)
     alone = evaluate(ours, None, replace(windows, scored=scored))
     assert alone.candidate["nll"] == found.candidate["nll"]
+
+
+def test_errors_by_position_are_those_of_means_over_windows() -> None:
+    ours, theirs, windows = problem([61] * 20, seed=6)
+    want, got = dense(ours, theirs, windows)["kl"].reshape(20, 60), evaluate(ours, theirs, Windows(windows.ids, list(range(20))))
+    for b in got.kl_by_position:
+        means = want[:, b.start - 1 : b.stop - 1].mean(1)
+        assert b.error == pytest.approx(means.std(ddof=1) / math.sqrt(20), rel=0.01), b.start
+
+
+def test_two_candidates_differ_by_more_than_each_errs() -> None:
+    """Simulated: of differences between two unrelated candidates as large as what is called detectable, four of five intervals exclude 0."""
+    error, rng = 0.01, np.random.default_rng(0)
+    mean = Mean(0.05, error, (0.05 - 1.959963984540054 * error, 0.05 + 1.959963984540054 * error), 50, 5000)
+    found = power.measured(mean, mean, mean)
+    for name, difference in (("kl_mean", found["kl_mean"]), ("top1_agreement", found["top1_agreement"]), ("perplexity_ratio", math.log1p(found["perplexity_ratio"]))):
+        seen = difference + error * (rng.standard_normal(100_000) - rng.standard_normal(100_000))
+        excluded = (np.abs(seen) > 1.959963984540054 * math.sqrt(2) * error).mean()
+        assert excluded == pytest.approx(0.8, abs=0.01), name

@@ -127,3 +127,14 @@ def test_error_correction_makes_up_for_what_the_residual_stream_lacks() -> None:
     weight[3] = 0
     pruned, _ = method.quantize(weight, parse("int8-g16-sym"), stats, Options(damping=1e-6))
     assert not numerics.dequantize(pruned)[3].any()
+
+
+@pytest.mark.parametrize("text", ["int4-g16-sym", "int4-g16-asym", "nf4-g16"])
+def test_rows_a_few_at_a_time_give_what_all_at_once_do(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    weight, hessian = problem(9)
+    q = rounded(weight, text)
+    whole = refine.refine(weight, q, hessian, 2)
+    monkeypatch.setattr(refine, "ELEMENTS", 7 * weight.shape[1])  # 24 rows in chunks of 7, 7, 7 and 3
+    parts = refine.refine(weight, q, hessian, 2)
+    assert (parts.codes == whole.codes).float().mean() > 0.995  # products of another shape are summed in another order
+    torch.testing.assert_close(error(weight, parts, hessian), error(weight, whole, hessian), rtol=0.01, atol=0)

@@ -112,3 +112,25 @@ def test_estimates_tell_methods_by_what_they_are(name: str) -> None:
     assert ("targets" in needs) == (find_tuner(name) is not None)
     assert isinstance(quantizer, GPTQ) == (name in ("gptq", "signround", "auto"))
     assert isinstance(quantizer, GPTQ) == ("hessian" in needs) or name == "awq"
+
+
+@pytest.mark.parametrize(("parts", "learned"), [(PARTS, PARTS - 2), (8, 7), (5, 5)])
+def test_what_judges_is_never_learned_from(parts: int, learned: int) -> None:
+    """One part of eight; with fewer than eight there is none to spare, and all do both."""
+    block = TwoLayers("gptq", "int4-g32-sym")
+    block.parts = range(parts)
+    asked: dict[str, set[int]] = {"learns": set(), "judges": set()}
+    gradients, error = block.gradients, block.error
+
+    def learns(part: int, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        asked["learns"].add(part)
+        return gradients(part, weights)
+
+    def judges(part: int, weights: Mapping[str, torch.Tensor]) -> float:
+        asked["judges"].add(part)
+        return error(part, weights)
+
+    block.gradients, block.error = learns, judges  # type: ignore[method-assign]
+    SignRound().tune(block, Options(steps=3 * parts))
+    assert asked["learns"] == set(range(learned))
+    assert asked["judges"] == (set(range(learned, parts)) or set(range(parts)))

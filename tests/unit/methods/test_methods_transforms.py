@@ -175,3 +175,18 @@ def test_awq_chooses_for_the_rounding_that_follows(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("qforge.methods.awq.scales.choose", spy)
     AWQ().factors([Reader(torch.randn(8, 64), INT4)], stats_of(torch.randn(100, 64)), IDENTITY, 64, Options(scale_search=search))
     assert set(seen) == {search}
+
+
+def test_smoothquant_is_not_led_by_one_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text's first token may be a hundred times larger than the others, in other channels."""
+    x, w = inputs(), weight()
+    x[0] = 0
+    x[0, 9:40] = 3000 * torch.randn(31, generator=torch.Generator().manual_seed(3))
+    stats, reader = stats_of(x), Reader(w, W8A8)
+    assert stats.sample is not None
+    both = SmoothQuant().factors([reader], stats, IDENTITY, 64, Options())
+    monkeypatch.setattr("qforge.methods.smoothquant._typical", lambda sample: sample.abs().amax(0))
+    largest = SmoothQuant().factors([reader], stats, IDENTITY, 64, Options())
+    error, others = [output_error(x[1:], w, W8A8, factors, False) for factors in (both, largest)], output_error(x[1:], w, W8A8, torch.ones(64), False)
+    assert error[0] < 0.9 * error[1]
+    assert error[0] < 0.9 * others

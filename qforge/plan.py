@@ -16,7 +16,8 @@ from qforge.methods.device import check_runs_there, device_of
 from qforge.methods.reads import unread
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
-from qforge.models.tying import HEAD, shared_table, untied_because
+from qforge.models.names import HEAD
+from qforge.models.tying import shared_table, untied_because
 from qforge.recipe import Recipe
 from qforge.recipe.model import IGNORED, OptionsSection
 from qforge.runtime.decoder import supports

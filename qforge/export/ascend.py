@@ -12,7 +12,7 @@ from qforge.export.hf import packed_linear, weight_shape, write_checkpoint
 from qforge.export.writer import SHARD_BYTES, Piece
 from qforge.layouts.ascend import FILE, Ascend
 from qforge.models.model import Model
-from qforge.models.tying import HEAD
+from qforge.models.names import HEAD
 
 _LOWEST_LAST = ("W8A16", "W8A8_DYNAMIC", "W4A16")  # a model of several kinds is called by the lowest, as msmodelslim does
 

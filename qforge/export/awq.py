@@ -15,7 +15,7 @@ from qforge.export.hf import packed_linear, unquantized_linears, weight_shape, w
 from qforge.export.writer import SHARD_BYTES, Piece
 from qforge.layouts.autoawq import AutoAwq
 from qforge.models.model import Model
-from qforge.models.tying import HEAD
+from qforge.models.names import HEAD
 from qforge.scheme import Per, Scheme
 
 

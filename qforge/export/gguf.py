@@ -26,8 +26,8 @@ from qforge.layouts.gguf_blocks import BLOCK, GgufBlocks
 from qforge.layouts.gguf_integers import INTEGER_TYPES, layout_of, lossless_type
 from qforge.models.assets import end_ids
 from qforge.models.model import Model
-from qforge.models.names import GGUF_ARCHITECTURES, gguf_names, gguf_norm_offset, gguf_permutes, permute_rows, permuted_heads
-from qforge.models.tying import HEAD, shared_table
+from qforge.models.names import GGUF_ARCHITECTURES, HEAD, gguf_names, gguf_norm_offset, gguf_permutes, permute_rows, permuted_heads
+from qforge.models.tying import shared_table
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
 

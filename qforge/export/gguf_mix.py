@@ -19,8 +19,8 @@ from qforge.export.imatrix import Imatrix
 from qforge.layouts.gguf_superblocks import pack
 from qforge.methods import superblock
 from qforge.models.model import Model
-from qforge.models.names import gguf_names
-from qforge.models.tying import HEAD, shared_table
+from qforge.models.names import HEAD, gguf_names
+from qforge.models.tying import shared_table
 
 _EMBEDDING = "model.embed_tokens"
 

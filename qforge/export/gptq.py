@@ -18,7 +18,7 @@ from qforge.export.writer import SHARD_BYTES, Piece
 from qforge.layouts.autogptq import AutoGptq
 from qforge.layouts.bits import words_for
 from qforge.models.model import Model
-from qforge.models.tying import HEAD
+from qforge.models.names import HEAD
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Per, Scheme
 

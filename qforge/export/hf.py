@@ -22,7 +22,8 @@ from qforge.models import assets as asset_files
 from qforge.models import skeleton
 from qforge.models.config import read_json
 from qforge.models.model import Model
-from qforge.models.tying import HEAD, shared_table, tied_head
+from qforge.models.names import HEAD
+from qforge.models.tying import shared_table, tied_head
 from qforge.models.weights import TensorInfo
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme

@@ -13,7 +13,7 @@ from qforge.export.hf import weight_shape
 from qforge.export.onnx_graph import CONTRIB, TYPES, Graph, Piece, Weight
 from qforge.layouts.onnx_blocks import MatMulNBits, OnnxDequantize
 from qforge.models.model import Model
-from qforge.models.tying import HEAD
+from qforge.models.names import HEAD
 from qforge.numerics import largest
 from qforge.scheme import Granularity, Number, Per, Scheme
 

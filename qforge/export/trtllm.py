@@ -15,7 +15,7 @@ from qforge.export.writer import SHARD_BYTES, Piece
 from qforge.layouts.kv_cache import ALGORITHM
 from qforge.layouts.trtllm import FILE, TrtLlm
 from qforge.models.model import Model
-from qforge.models.tying import HEAD
+from qforge.models.names import HEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class TrtLlmExporter:
             if reason:
                 return f"{name}: {reason}"
         if HEAD in model.schemes:
-            return "lm_head is quantized, and TensorRT-LLM loads output heads unquantized; leave it out (ignore: [lm_head])"
+            return f"{HEAD} is quantized, and TensorRT-LLM loads output heads unquantized; leave it out (ignore: [{HEAD}])"
         if model.dtype not in (torch.float16, torch.bfloat16):
             return "TensorRT-LLM computes in 16 bits, and this model is stored in float32; use model.dtype: bfloat16 or float16"
         names = set(model.weights.names())

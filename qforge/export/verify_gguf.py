@@ -21,8 +21,8 @@ from qforge.errors import MissingCapabilityError
 from qforge.export.agreement import EXACT_KL, agreement, next_token_logprobs
 from qforge.export.gguf_types import MIXES
 from qforge.models.model import Model, open_model
-from qforge.models.names import gguf_names, gguf_norm_offset, gguf_permutes, permuted_heads, unpermute_rows
-from qforge.models.tying import HEAD, shared_table
+from qforge.models.names import HEAD, gguf_names, gguf_norm_offset, gguf_permutes, permuted_heads, unpermute_rows
+from qforge.models.tying import shared_table
 from qforge.types import Verification
 
 _ROUNDED = {"F16": torch.float16, "BF16": torch.bfloat16}

@@ -24,7 +24,7 @@ from qforge.errors import MissingCapabilityError
 from qforge.export.agreement import EXACT_KL, agreement, next_token_logprobs
 from qforge.export.onnx_graph import CONTRIB, IR_VERSION, OPSET, TYPES, attribute
 from qforge.models.model import Model
-from qforge.models.tying import HEAD
+from qforge.models.names import HEAD
 from qforge.qlinear import QuantizedLinear
 from qforge.types import Verification
 

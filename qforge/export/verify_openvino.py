@@ -15,7 +15,7 @@ from qforge.engines.base import Scorer
 from qforge.engines.openvino_runtime import OpenvinoEngine
 from qforge.export.agreement import EXACT_KL, agreement, next_token_logprobs
 from qforge.models.model import Model
-from qforge.models.tying import HEAD
+from qforge.models.names import HEAD
 from qforge.types import Verification
 
 OPERATORS = "openvino, weight by weight"

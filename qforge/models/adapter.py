@@ -14,6 +14,7 @@ import torch
 
 from qforge.errors import ModelError
 from qforge.models.adapter_config import AdapterConfig, read_adapter_config
+from qforge.models.names import HEAD
 from qforge.models.shards import Shards
 from qforge.models.skeleton import Skeleton
 from qforge.models.weights import listed
@@ -193,4 +194,4 @@ def _check_replaced(source: str, replaced: Mapping[str, torch.Tensor], skeleton:
 
 def _is_vocabulary(name: str, skeleton: Skeleton) -> bool:
     module = name.removesuffix(".weight")
-    return skeleton.kinds.get(module, "").endswith("Embedding") or module == "lm_head"
+    return skeleton.kinds.get(module, "").endswith("Embedding") or module == HEAD

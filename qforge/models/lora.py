@@ -23,6 +23,7 @@ from qforge.models.adapter import Adapter, AdapterReport, Product, read_adapter
 from qforge.models.adapter_assets import merged_assets
 from qforge.models.locate import locate
 from qforge.models.model import Model
+from qforge.models.names import HEAD
 from qforge.models.skeleton import Skeleton
 from qforge.models.spec import model_spec
 from qforge.models.weights import Cast, TensorInfo, WeightSource, digest
@@ -174,7 +175,7 @@ def _same(a: _Change, b: _Change) -> bool:
 
 def _settle_vocabulary(starts: Mapping[str, torch.Tensor], skeleton: Skeleton, config: PretrainedConfig) -> tuple[str, ...]:
     """Take over another vocabulary size where embedding and head both have it."""
-    pair = [n for n in skeleton.shapes if n == "lm_head.weight" or skeleton.kinds.get(n.removesuffix(".weight"), "").endswith("Embedding")]
+    pair = [n for n in skeleton.shapes if n == f"{HEAD}.weight" or skeleton.kinds.get(n.removesuffix(".weight"), "").endswith("Embedding")]
     sizes = {n: (starts[n].shape[0] if n in starts else skeleton.shapes[n][0]) for n in pair if skeleton.shapes[n][0] == config.vocab_size}
     if config.tie_word_embeddings:
         sizes = {n: s for n, s in sizes.items() if n not in skeleton.tied}

@@ -19,13 +19,13 @@ from qforge.layouts.compressed_tensors import CompressedTensors
 from qforge.layouts.compressed_tensors_config import read_config
 from qforge.layouts.mlx import Mlx
 from qforge.layouts.trtllm import TrtLlm
+from qforge.models.names import HEAD
 from qforge.models.skeleton import Skeleton
 from qforge.models.weights import TensorInfo, WeightSource, listed
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
 from qforge.types import KvScales
 
-_HEAD = "lm_head"
 _MARKS = {
     "gptq": "qweight",
     "awq": "qweight",
@@ -65,8 +65,8 @@ class QuantizedSource:
             if name in cached:
                 continue
             if module == self.table is not None:
-                self._parts[_HEAD].append(local)
-            elif self.table is not None and module == _HEAD and local != "bias":
+                self._parts[HEAD].append(local)
+            elif self.table is not None and module == HEAD and local != "bias":
                 continue
             elif module in self.schemes and local != "bias":
                 self._parts[module].append(local)
@@ -78,12 +78,12 @@ class QuantizedSource:
         return [*self._plain, *(f"{self._place(module)}.weight" for module in self.schemes)]
 
     def _place(self, module: str) -> str:
-        return self.table if module == _HEAD and self.table is not None else module
+        return self.table if module == HEAD and self.table is not None else module
 
     def _quantized(self, name: str) -> str | None:
         """The quantized linear that a name of `names` belongs to, if any."""
         module = name.removesuffix(".weight")
-        found = _HEAD if module == self.table is not None else module
+        found = HEAD if module == self.table is not None else module
         return found if name != module and found in self.schemes else None
 
     def info(self, name: str) -> TensorInfo:
@@ -108,8 +108,8 @@ class QuantizedSource:
             ModelError: its tensors do not fit its scheme.
         """
         tensors = {local: self._source.read(f"{self._place(name)}.{local}") for local in self._parts[name]}
-        if name == _HEAD and self.table is not None and not torch.equal(tensors["weight_scale"], self._source.read(f"{_HEAD}.weight_scale")):
-            raise ModelError(f"{self._origin}: '{_HEAD}' and '{self.table}' share their codes, but their scales differ")
+        if name == HEAD and self.table is not None and not torch.equal(tensors["weight_scale"], self._source.read(f"{HEAD}.weight_scale")):
+            raise ModelError(f"{self._origin}: '{HEAD}' and '{self.table}' share their codes, but their scales differ")
         bias = f"{name}.bias"
         if bias in self._plain:
             tensors["bias"] = self._source.read(bias)
@@ -130,8 +130,8 @@ class QuantizedSource:
 
 def _table(skeleton: Skeleton, held: set[str]) -> str | None:
     """The embedding's module where it holds the codes of the output head that is tied to it (of which only scales are stored, the same ones)."""
-    table = skeleton.tied.get(f"{_HEAD}.weight", "").removesuffix(".weight")
-    return table if f"{table}.weight_scale" in held and f"{_HEAD}.weight" not in held else None
+    table = skeleton.tied.get(f"{HEAD}.weight", "").removesuffix(".weight")
+    return table if f"{table}.weight_scale" in held and f"{HEAD}.weight" not in held else None
 
 
 def _kv_scales(source: WeightSource, config: Mapping[str, Any], origin: str) -> tuple[KvScales, set[str]]:

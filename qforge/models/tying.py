@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from qforge.layouts.compressed_tensors import table_problem
 from qforge.models.model import Model
+from qforge.models.names import HEAD
 from qforge.scheme import Scheme
-
-HEAD = "lm_head"
 
 
 def shared_table(model: Model, schemes: Mapping[str, Scheme]) -> str | None:

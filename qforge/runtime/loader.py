@@ -9,7 +9,8 @@ import torch
 
 from qforge.errors import ModelError, NotOnRuntimeError
 from qforge.models.model import Model
-from qforge.models.tying import HEAD, shared_table
+from qforge.models.names import HEAD
+from qforge.models.tying import shared_table
 from qforge.ops.layers import AttentionParameters
 from qforge.runtime.decoder import supports
 from qforge.runtime.linears import Dense, Linear, Weight, joined

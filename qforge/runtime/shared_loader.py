@@ -11,6 +11,7 @@ from torch import distributed
 from qforge import numerics
 from qforge.errors import UnsupportedError
 from qforge.models.model import Model
+from qforge.models.names import HEAD
 from qforge.runtime.decoder import supports
 from qforge.runtime.linears import Dense, Linear, Part, Product, Weight
 from qforge.runtime.loader import Reader, with_kv_scales
@@ -52,7 +53,7 @@ class _SharedReader(Reader):
             head = Dense(table) if isinstance(embedding, Dense) else embedding
         if self._spec.vocab_size % self._share.size:
             return Head(table, self._place.linear(head, wide=True))
-        return Head(table, _gathered(self._place.linear(of_outputs(head, self._share, "lm_head"), wide=True), self._share.size))
+        return Head(table, _gathered(self._place.linear(of_outputs(head, self._share, HEAD), wide=True), self._share.size))
 
     def _linear(self, name: str) -> Linear:
         return _summed(super()._linear(name))

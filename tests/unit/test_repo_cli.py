@@ -9,6 +9,7 @@ import click
 import pytest
 
 from qforge.cli.main import VERBS, cli
+from qforge.ops.native_cache import CACHE_TYPES
 
 FLAGS = {
     "quantize": ["--dry-run", "--fresh", "--out", "--recipe", "--set"],
@@ -52,6 +53,15 @@ def test_every_verb_and_flag_says_what_it_is_for(verb: str) -> None:
         assert part.help, f"{part.name} has no help"
         for p in part.params:
             assert not isinstance(p, click.Option) or p.help, f"{part.name} {p.name} has no help"
+
+
+def test_caches_are_those_of_the_runtime() -> None:
+    """Named again, because whoever asks for help need not wait for numpy."""
+    command = cli.get_command(CONTEXT, "bench")
+    assert command is not None
+    (choice,) = (p.type for p in command.params if p.name == "kv_cache")
+    assert isinstance(choice, click.Choice)
+    assert list(choice.choices) == list(CACHE_TYPES)
 
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "rich")

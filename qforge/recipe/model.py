@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, Validation
 from qforge.recipe.fields import METHODS, TRANSFORMS, BudgetText, Bytes, Limit, Listed, MethodList, SchemeText, Section, Text
 from qforge.recipe.limits import EVALUATED, FIGURES
 from qforge.recipe.sweep import SweepSection
-from qforge.scheme import ACTIVATIONS_MEAN
+from qforge.scheme import ACTIVATIONS, ACTIVATIONS_MEAN
 
 __all__ = ["FORMATS", "METHODS", "TRANSFORMS", "Recipe", "json_schema"]
 
@@ -190,7 +190,7 @@ class RunSection(Section):
     threads: Annotated[int, Field(ge=1)] | None = Field(None, description="CPU threads; null takes all cores.")
     workers: int = Field(1, ge=1, description="Processes that share the calibration text, and the threads (Ray; with RAY_ADDRESS on the machines of that cluster).")
     memory_limit: Bytes | None = Field(None, description="Memory that the run may use, for example 8GiB; null sets no limit.")
-    activations: Literal["fp", "int16", "bf16", "int8"] = Field("fp", description=ACTIVATIONS_MEAN)
+    activations: Literal[ACTIVATIONS] = Field("fp", description=ACTIVATIONS_MEAN)  # type: ignore[valid-type]
 
 
 class ReportSection(Section):

@@ -11,8 +11,11 @@ import torch
 
 from qforge.calibration import endtoend
 from qforge.calibration.fisher import TOKENS
+from qforge.calibration.gradients import CHUNK as GRADIENT_CHUNK
 from qforge.calibration.room import BUDGET
+from qforge.calibration.streams import BATCH_TOKENS
 from qforge.calibration.tuning import STEP_TOKENS
+from qforge.engines.base import CHUNK
 from qforge.errors import RecipeError
 from qforge.methods import native
 from qforge.methods.gptq import GPTQ
@@ -23,8 +26,6 @@ PROCESS = 400 << 20  # Python, torch, transformers, tokenizer and headers, buffe
 RAY = 600 << 20  # its own processes
 RAY_S = 12.0  # seconds until it and the workers are ready
 RUNTIME = 70 << 20  # what evaluating adds to that
-BATCH_TOKENS = 1024  # of calibration.streams
-CHUNK = 128  # positions whose logits exist at once
 ACTIVATIONS = "activations of the calibration text, up to their budget"
 FACTOR_BYTES = 8  # of an element of the factor while it is made: in fp32, and turned
 SOLVING_BYTES = 16  # of an element of a weight while it is solved or judged: its target and three arrays on the way
@@ -217,7 +218,7 @@ def _gradient_memory(plan: Plan, blocks: BlockModel, tokens: int) -> tuple[dict[
     }
     head = {
         "the output head, as stored and in fp32": blocks.vocab_size * blocks.hidden_size * 8,
-        f"logits of {CHUNK} positions and their gradients": CHUNK * blocks.vocab_size * 4 * SCORING_COPIES,
+        f"logits of {GRADIENT_CHUNK} positions and their gradients": GRADIENT_CHUNK * blocks.vocab_size * 4 * SCORING_COPIES,
     }
     return gradients, head
 

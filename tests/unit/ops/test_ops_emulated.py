@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ from qforge.ops.native_module import instruction_sets
 ROOT = Path(__file__).parents[3]
 CPUINFO = Path("/proc/cpuinfo")
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
-FLAGS = ["-std=c++20", "-O2", "-ffp-contract=off", "-w", "-pthread", "-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni"]
+COMMON = ["-std=c++20", "-ffp-contract=off", "-w", "-pthread"]
+FLAGS = [*COMMON, "-O2", "-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni"]
 TILES = ["-mamx-tile", "-mamx-int8", "-mamx-bf16", "-mavx512bf16"]
 
 
@@ -29,6 +32,17 @@ ARM_FLAGS = ["-std=c++20", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "
 def _compile(source: Path, to: Path, *flags: str, compiler: str | None = COMPILER) -> Path:
     subprocess.run([str(compiler), *flags, "-I", str(ROOT / "kernels/include"), "-c", str(source), "-o", str(to)], check=True)
     return to
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Compiles a kernel for this processor, once for each set of flags."""
+
+    @functools.cache
+    def made(name: str, *flags: str) -> Path:
+        return _compile(KERNELS / f"{name}.cpp", tmp_path_factory.mktemp(name) / f"{name}.o", *flags)
+
+    return made
 
 
 def _link(objects: list[Path], program: Path, compiler: str | None = COMPILER) -> Path:
@@ -46,6 +60,14 @@ def _here(isa: str, name: str, *flags: str) -> object:
 
 
 VNNI = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni"]
+# Flags of what checks are linked with: the same in every check, so that each is compiled once
+BESIDE = {
+    "blockwise_portable": [*COMMON, "-O2"],
+    "cache_ahead": [*COMMON, "-O2"],
+    "layers_portable": FLAGS,
+    "bf16_portable": FLAGS,
+    "blockwise_avx512_vnni": [*COMMON, "-O3", "-mfma", *VNNI],
+}
 
 
 @pytest.mark.parametrize(
@@ -57,15 +79,10 @@ VNNI = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni"]
         _here("avx512-vnni-pairs", "blockwise_avx512_pairs", *VNNI),
     ],
 )
-def test_what_runs_here_gives_the_bits_of_plain_code(tmp_path: Path, name: str, flags: list[str]) -> None:
-    common = ["-std=c++20", "-ffp-contract=off", "-w", "-pthread"]
-    objects = [
-        _compile(ROOT / "tests/native/blockwise_check.cpp", tmp_path / "check.o", *common, "-O2", f"-DCHECKED={name}"),
-        _compile(KERNELS / f"{name}.cpp", tmp_path / "checked.o", *common, *flags),
-    ]
-    objects += [_compile(KERNELS / f"{other}.cpp", tmp_path / f"{other}.o", *common, "-O2") for other in ("blockwise_portable", "cache_ahead")]
-    if name == "blockwise_avx512_pairs":  # which leaves to it what it is not made for
-        objects.append(_compile(KERNELS / "blockwise_avx512_vnni.cpp", tmp_path / "others.o", *common, *flags))
+def test_what_runs_here_gives_the_bits_of_plain_code(compiled: Callable[..., Path], tmp_path: Path, name: str, flags: list[str]) -> None:
+    objects = [_compile(ROOT / "tests/native/blockwise_check.cpp", tmp_path / "check.o", *COMMON, "-O2", f"-DCHECKED={name}"), compiled(name, *COMMON, *flags)]
+    others = ["blockwise_portable", "cache_ahead", *(["blockwise_avx512_vnni"] if name == "blockwise_avx512_pairs" else [])]  # the last: what pairs are not made for
+    objects += [compiled(other, *BESIDE[other]) for other in others]
     _assert_says_nothing(str(_link(objects, tmp_path / "check")), "0", "500")
 
 
@@ -86,12 +103,12 @@ needs_bf16 = pytest.mark.skipif(not CPUINFO.is_file() or "avx512_bf16" not in CP
         pytest.param("bf16_amx", "bf16_amx_check", ["bf16_portable", "layers_portable"], 200, marks=[*needs_tiles, needs_bf16]),
     ],
 )
-def test_emulated_tiles_give_the_bits_of_plain_code(tmp_path: Path, emulated: str, check: str, others: list[str], count: int) -> None:
+def test_emulated_tiles_give_the_bits_of_plain_code(compiled: Callable[..., Path], tmp_path: Path, emulated: str, check: str, others: list[str], count: int) -> None:
     objects = [
         _compile(ROOT / f"tests/native/{check}.cpp", tmp_path / "check.o", *FLAGS, f"-DCHECKED={emulated}"),
         _compile(KERNELS / f"{emulated}.cpp", tmp_path / "amx.o", *FLAGS, *EMULATED),
     ]
-    objects += [_compile(KERNELS / f"{name}.cpp", tmp_path / f"{name}.o", *FLAGS) for name in others]
+    objects += [compiled(name, *BESIDE[name]) for name in others]
     _assert_says_nothing(str(_link(objects, tmp_path / "check")), "0", str(count))
 
 

@@ -203,7 +203,7 @@ def export(artifact: str | Path, format: str, *, type: str | None = None, out: s
         artifact: a quantized model that qforge reads (or an output folder of a run).
         format: as in a recipe's `export` list.
         type: the format's own type; None lets the scheme decide.
-        out: folder to write; `<artifact>/exports/<format>` of a run, else `<format>` beside the artifact.
+        out: folder to write; None is `<artifact>/exports/<format>` of a run (`<format>-<type>` beside its own of another type), else `<format>` beside the artifact.
         progress: told what is going on.
     """
     return exports.export_one(open_model(str(artifact)), Path(artifact), format, type, None if out is None else Path(out), progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from qforge.export.provenance import read_provenance
 from qforge.export.verify import verify
 from qforge.export.verify_checkpoint import FORMATS as CHECKPOINTS
 from qforge.export.verify_text import verify_text
-from qforge.files import LOCK, readable_errors, sha256_tree, size_of
+from qforge.files import LOCK, atomic_folder, readable_errors, sha256_tree, size_of
 from qforge.models.model import Model
 from qforge.progress import Progress
 from qforge.recipe import Recipe
@@ -97,14 +98,13 @@ def make(
         journal: keeps hashes.
         progress: is told.
     """
-    formats = [e.format for e in recipe.export]
+    wanted_types = [(e.format, e.type) for e in recipe.export]
     results: list[ExportResult] = []
     for place, section in enumerate(progress.track(recipe.export, "export", len(recipe.export))):
         if place in skipped:
             results.append(ExportResult(section.format, skipped_because=skipped[place]))
             continue
-        twice = formats.count(section.format) > 1
-        relative = f"exports/{section.format}" + (f"-{section.type or 'auto'}" if twice else "")
+        relative = _place(wanted_types, section.format, section.type)
         measured = evaluation if section.format in CHECKPOINTS else None
         weighed = texts.calibration if importance.weighs(section.format, section.type) else None
         given = {"evaluation": None if measured is None else asdict(measured), "calibration": None if weighed is None else weighed.sha256}
@@ -122,10 +122,34 @@ def make(
     return results
 
 
+def _place(of_run: Sequence[tuple[str, str | None]], format_name: str, type_name: str | None) -> str:
+    """The folder of an export in that of its run, of which formats and types are given: by the format, and by the type as well where the run has the format otherwise."""
+    others = [kind for name, kind in of_run if name == format_name]
+    plain = others == [type_name] or (type_name is None and not others)
+    return f"exports/{format_name}" + ("" if plain else f"-{type_name or 'auto'}")
+
+
+def _of_run(run: Path) -> list[tuple[str, str | None]]:
+    """Formats and types of a run's own exports, by its results.json; empty where it has none."""
+    try:
+        listed = json.loads((run / "results.json").read_bytes())["recipe"]["export"]
+        return [(e["format"], e.get("type")) for e in listed]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []
+
+
 def _write(artifact: Model, format_name: str, type_name: str | None, folder: Path, evaluation: Evaluation | None, matrix: Imatrix | None) -> dict[str, Any]:
+    """Beside an export that is there already, which it replaces when complete."""
     with readable_errors(folder):
-        shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
+        earlier = folder.is_dir() and any(folder.iterdir())
+    if earlier:
+        with atomic_folder(folder) as temporary:
+            return _written(artifact, format_name, type_name, temporary, evaluation, matrix)
+    return _written(artifact, format_name, type_name, folder, evaluation, matrix)
+
+
+def _written(artifact: Model, format_name: str, type_name: str | None, folder: Path, evaluation: Evaluation | None, matrix: Imatrix | None) -> dict[str, Any]:
     chosen = exporter(format_name, type_name)
     (replace(chosen, imatrix=matrix) if isinstance(chosen, GgufMixExporter) else chosen).write(artifact, folder)
     if format_name in CHECKPOINTS:
@@ -196,7 +220,7 @@ def export_one(artifact: Model, source: Path, format_name: str, type_name: str |
         source: a run's folder, its `model/`, or any quantized checkpoint.
         format_name: the format.
         type_name: the format's own type, or None.
-        folder: where to; None chooses `exports/<format>` of the run, or `<format>` beside the model.
+        folder: where to; None chooses `exports/<format>` of the run (`exports/<format>-<type>` beside its own export of another type), or `<format>` beside the model.
         progress: is told.
 
     Raises:
@@ -209,7 +233,7 @@ def export_one(artifact: Model, source: Path, format_name: str, type_name: str |
     run = source if (source / "model").is_dir() else source.parent
     own = folder is None and (run / LOCK).exists()
     if folder is None:
-        folder = run / "exports" / format_name if own else _beside(source, format_name)
+        folder = run / _place(_of_run(run), format_name, type_name) if own else _beside(source, format_name)
     if not own and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputError(f"{folder} is not empty; --out names a new or empty folder, which the export will fill")
     if folder.resolve() == artifact.assets.resolve() or folder.resolve() in artifact.assets.resolve().parents:

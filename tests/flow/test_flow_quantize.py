@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import json
 import multiprocessing
 import multiprocessing.process
@@ -384,6 +386,26 @@ def test_an_export_is_named_after_its_model(tmp_path: Path) -> None:
     assert qforge.export(named, "gptq").path == str(named.parent / "Q-1.7B-Instruct-gptq")
     file = shutil.copy(Path(qforge.export(model, "gguf", type="f32").path) / "model-f32.gguf", tmp_path / "elsewhere" / "Q-1.7B.gguf")
     assert qforge.export(file, "gguf", type="f16").path == str(named.parent / "Q-1.7B-gguf")
+
+
+def test_a_second_export_stands_beside_the_runs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.make(tmp_path / "model")
+    out = tmp_path / "out"
+    qforge.quantize(write_recipe(tmp_path, evaluate=None, quantize={"method": "rtn", "scheme": "int4-g32-sym"}, export=[{"format": "gguf", "type": "q4_0"}]), out=out)
+    own = sha256_tree(out / "exports" / "gguf")
+    places = {kind: qforge.export(out, "gguf", type=kind).path for kind in (None, "f32", "q4_0")}
+    assert places == {None: str(out / "exports" / "gguf-auto"), "f32": str(out / "exports" / "gguf-f32"), "q4_0": str(out / "exports" / "gguf")}
+    assert sha256_tree(out / "exports" / "gguf") == own
+    assert qforge.export(out, "gptq").path == str(out / "exports" / "gptq")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(importlib.import_module("qforge.export.gguf"), "_write_tensors", full)
+    with pytest.raises(OutputError, match="disk is full"):
+        qforge.export(out, "gguf", type="q4_0")
+    assert sha256_tree(out / "exports" / "gguf") == own
+    assert sorted(p.name for p in (out / "exports").iterdir()) == ["gguf", "gguf-auto", "gguf-f32", "gptq"]
 
 
 def test_what_another_recipe_left_is_removed(tmp_path: Path) -> None:

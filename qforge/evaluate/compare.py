@@ -13,6 +13,7 @@ from qforge.evaluate.changes import changes, find
 from qforge.evaluate.interval_gates import GateCheck, check, size_figures
 from qforge.evaluate.rows import Row, recalibrated, text_rows
 from qforge.evaluate.sides import Side
+from qforge.evaluate.statistics import exponential
 from qforge.evaluate.task_rows import task_rows
 
 
@@ -90,7 +91,7 @@ def _reference_note(baseline: Side, candidate: Side) -> list[str]:
     a, b = (math.fsum(s.column("nll_reference")) / sum(s.column("tokens")) for s in (baseline, candidate))
     if abs(a - b) < 1e-4:
         return []
-    return [f"the two were measured against different originals (perplexity {math.exp(a):.4f} and {math.exp(b):.4f}): KL divergence and agreement are each against its own"]
+    return [f"the two were measured against different originals (perplexity {exponential(a):.6g} and {exponential(b):.6g}): KL divergence and agreement are each against its own"]
 
 
 def _document_note(candidate: Side) -> list[str]:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from qforge.engines.base import Scorer
-from qforge.errors import DataError, NumericalError
+from qforge.errors import DataError
 from qforge.evaluate import measures, power, statistics
 from qforge.evaluate.scores import PairScores, WindowScores, score_windows, worst_of
-from qforge.evaluate.statistics import Mean
+from qforge.evaluate.statistics import Mean, exponential
 from qforge.evaluate.tokens import Tokens
 from qforge.progress import SILENT, Progress
 from qforge.types import Cluster, Evaluation
@@ -88,7 +88,7 @@ def _beside(result: Evaluation, reference: Scorer, tokens: Tokens, pairs: list[P
         result,
         reference=_figures(nll_reference, clusters, bytes_),
         reference_engine=_title(reference),
-        perplexity_ratio=math.exp(log_ratio.value),
+        perplexity_ratio=exponential(log_ratio.value),
         perplexity_ratio_ci95=_exponential(log_ratio),
         kl_mean=kl.value,
         kl_mean_ci95=kl.interval and (max(0.0, kl.interval[0]), kl.interval[1]),
@@ -107,7 +107,7 @@ def _beside(result: Evaluation, reference: Scorer, tokens: Tokens, pairs: list[P
 
 
 def _exponential(mean: Mean) -> statistics.Interval | None:
-    return mean.interval and (math.exp(mean.interval[0]), math.exp(mean.interval[1]))
+    return mean.interval and (exponential(mean.interval[0]), exponential(mean.interval[1]))
 
 
 def _summed(values: list[int], owners: list[int]) -> list[int]:
@@ -142,9 +142,7 @@ def _cluster(windows: list[WindowScores]) -> Cluster:
 def _figures(nll: list[float], clusters: list[Cluster], bytes_: list[int] | None) -> dict[str, Any]:
     """Perplexity, and bits per byte of text, which models with different tokenizers share."""
     mean = statistics.mean(nll, [c.tokens for c in clusters])
-    if mean.value > 700:
-        raise NumericalError(f"the mean negative log-likelihood is {mean.value:.4g} nats a token, too much for a perplexity; the model is broken")
-    found: dict[str, Any] = {"perplexity": math.exp(mean.value), "perplexity_ci95": _exponential(mean), "nll": mean.value}
+    found: dict[str, Any] = {"perplexity": exponential(mean.value), "perplexity_ci95": _exponential(mean), "nll": mean.value}
     if bytes_ is None or 0 in bytes_:
         return found
     bits = statistics.mean([n / math.log(2) for n in nll], bytes_)

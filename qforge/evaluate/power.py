@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from qforge.evaluate.statistics import Mean
+from qforge.evaluate.statistics import Mean, exponential
 
 # A 95 % interval excludes zero in four of five comparisons when the difference is that many standard errors.
 DETECTABLE = 1.959963984540054 + 0.8416212335729143
@@ -26,6 +26,11 @@ def detectable(mean: Mean) -> float:
     return DETECTABLE / 1.959963984540054 * mean.half_width
 
 
+def growth(nats: float) -> float:
+    """What a difference of log-perplexity multiplies a perplexity by, less one."""
+    return math.expm1(nats) if nats < 1 else exponential(nats) - 1
+
+
 def promise(tokens: int) -> str:
     """One sentence for before the run: the smallest difference of perplexity that so many tokens are expected to show."""
     return f"evaluation: {tokens:,} tokens; expected to show differences of perplexity from {expected(tokens):.1%} on (two candidates with a KL divergence of about {EXPECTED_KL})"
@@ -45,4 +50,4 @@ def measured(log_ratio: Mean, kl: Mean, agreement: Mean) -> dict[str, float]:
     if not math.isfinite(log_ratio.half_width):
         return {}
     perplexity, divergence, share = (math.sqrt(2) * detectable(m) for m in (log_ratio, kl, agreement))
-    return {"perplexity_ratio": math.expm1(perplexity), "kl_mean": divergence, "top1_agreement": share}
+    return {"perplexity_ratio": growth(perplexity), "kl_mean": divergence, "top1_agreement": share}

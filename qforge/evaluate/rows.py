@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from qforge.evaluate import power, statistics
 from qforge.evaluate.changes import find
 from qforge.evaluate.sides import Side
-from qforge.evaluate.statistics import Interval, Mean, Verdict
+from qforge.evaluate.statistics import Interval, Mean, Verdict, exponential
 
 # The smallest differences that matter. Measured on a 15M model at int4-g32 (GPTQ, 30,600 tokens): scales of one of 42 linears off by 5 % move KL divergence by +0.66 % of itself
 # and perplexity by +0.12 %, which must be told apart. Another draw of calibration tokens gives other codes, whose quality differs, too: of 110 ordered pairs of runs (tiny random
@@ -21,7 +21,6 @@ KL_FLOOR = 2e-5  # nats: below that, arithmetic in another order
 AGREEMENT_MARGIN = 0.002  # of all positions
 RECALIBRATED = 0.1  # of the baseline's KL divergence, and of its disagreement, where the draw of calibration tokens differs
 RECALIBRATED_PERPLEXITY = 0.2  # of the baseline's KL divergence in nats, of log-perplexity
-_LARGEST_EXPONENT = 700.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +79,6 @@ def exact(value: float) -> Figure:
     return Figure(float(value), None, None)
 
 
-def exponential(value: float) -> float:
-    """e to a number of nats, finite also for the end of an interval that is far too wide."""
-    return math.exp(min(value, _LARGEST_EXPONENT))
-
-
 def of_mean(mean: Mean, margin: float, wrap: Callable[[float], float] = float, unit: str = "tokens") -> Figure:
     """A mean as a figure; `wrap`: `exponential`, or as it is."""
     value = wrap(mean.value)
@@ -137,7 +131,7 @@ def text_rows(baseline: Side, candidate: Side, *, references: bool) -> tuple[lis
             change = replace(change, error=0.0, interval=(0.0, 0.0))
         margin = _margin(name, a, divergence, again=recalibrated(baseline, candidate))
         if name == "perplexity":
-            wide, far = of_mean(change, margin, exponential), detectable(change, lambda x: math.expm1(min(x, _LARGEST_EXPONENT)))
+            wide, far = of_mean(change, margin, exponential), detectable(change, power.growth)
             rows.append(Row(name, exponential(a.value), exponential(b.value), "ratio", wide.value, wide.interval, math.expm1(margin), far, statistics.verdict(change, margin)))
             figures |= {"perplexity_ratio": wide, name: of_mean(b, wide.margin, exponential)}
             continue

@@ -29,6 +29,7 @@ _LEAST_GROWTH = 1.1
 _NORMAL_975 = 1.959963984540054
 _KNOWN = 0.6
 _NORMAL_90 = 1.2815515655446004
+_LARGEST_EXPONENT = 700.0
 _SMALLEST_ERROR = 0.1  # of the sample's: a resample of nearly equal clusters says nothing on the error's size
 
 Interval = tuple[float, float]
@@ -53,6 +54,11 @@ class Mean:
     def half_width(self) -> float:
         """Half of the interval's width; without an interval, infinite."""
         return math.inf if self.interval is None else (self.interval[1] - self.interval[0]) / 2
+
+
+def exponential(nats: float) -> float:
+    """e to a number of nats, at most e^700: finite also for a broken model's perplexity, and for the end of an interval that is far too wide."""
+    return math.exp(min(nats, _LARGEST_EXPONENT))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_POINTS = 600
+_MOST_NATS = 700.0  # e to that is still a number
 _NUMBERED = re.compile(r"^(.*?)\.(\d+)\.(.+)$")
 
 
@@ -96,9 +97,15 @@ def scatter(clusters: Sequence[Mapping[str, Any]]) -> Scatter | None:
         return (nll - low) / (high - low) * side
 
     every = math.ceil(len(pairs) / MOST_POINTS)
-    points = [(left + at(a), side - at(b), f"original {math.exp(min(a, 700)):.2f}, quantized {math.exp(min(b, 700)):.2f}") for a, b in pairs[::every]]
-    ticks = [Tick(at(math.log(value)), f"{value:g}") for value in round_values(math.exp(min(low, 700)), math.exp(min(high, 700)))]
+    points = [(left + at(a), side - at(b), f"original {_perplexity(a)}, quantized {_perplexity(b)}") for a, b in pairs[::every]]
+    ends = (math.exp(low), math.exp(min(high, _MOST_NATS))) if low < _MOST_NATS else None  # beyond that an axis has no numbers
+    ticks = [] if ends is None else [Tick(at(math.log(value)), f"{value:g}") for value in round_values(*ends)]
     return Scatter(side, left, points, ticks, len(points), len(pairs))
+
+
+def _perplexity(nll: float) -> str:
+    value = math.exp(min(nll, _MOST_NATS))
+    return f"{value:.2f}" if value < 1e6 else f"{value:.3g}"
 
 
 def histogram(clusters: Sequence[Mapping[str, Any]], bins: int = 24) -> Histogram | None:

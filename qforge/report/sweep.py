@@ -131,7 +131,7 @@ def _scale(values: Sequence[float], length: float) -> Any:
 
 def _marks(values: Sequence[float]) -> list[float]:
     low, high = _ends(values)
-    return round_values(math.exp(low), math.exp(high))
+    return round_values(math.exp(low), math.exp(min(high, 700.0)))
 
 
 def _apart(ticks: list[Tick]) -> list[Tick]:

@@ -26,6 +26,8 @@ from qforge.cli.main import main
 from qforge.engines.base import chunks
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import NumericalError, OutputError, QforgeError
+from qforge.evaluate.compare import compare
+from qforge.evaluate.sides import read
 from qforge.files import sha256_tree
 from qforge.models.model import open_model
 from qforge.report.facts import gather
@@ -533,3 +535,17 @@ def test_a_family_whose_blocks_give_tuples_goes_from_recipe_to_result(tmp_path: 
         window = list(range(3, 60))
         ours = torch.cat(list(TransformersEngine(open_model(str(tmp_path / "out"))).score([window])))
         torch.testing.assert_close(ours, logits(tmp_path / "out" / "model", [window]), atol=2e-4, rtol=2e-4)
+
+
+def test_a_badly_broken_model_is_a_failed_gate_and_a_report(tmp_path: Path) -> None:
+    folder = tiny.make(tmp_path / "model", layers=2, tied=False)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n: t * 300 if n == "lm_head.weight" else t for n, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    recipe = write_recipe(tmp_path, quantize={"method": "rtn", "scheme": "int2-channel-sym"}, export=[], gates={"perplexity_ratio": "<= 1.1"})
+    results = qforge.quantize(recipe, out=tmp_path / "out")
+    assert not results.passed
+    stored = json.loads((tmp_path / "out" / "results.json").read_text(), parse_constant=pytest.fail)
+    assert stored["evaluation"]["candidate"]["nll"] > 700
+    assert stored["evaluation"]["perplexity_ratio"] > 1e6
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert not compare(read(tmp_path / "out" / "results.json"), read(tmp_path / "out" / "results.json"), ["perplexity <= 10"]).passed

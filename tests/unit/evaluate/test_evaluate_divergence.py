@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,18 @@ def test_equals_a_plain_fp64_computation(lengths: list[int], spread: float) -> N
     assert got.kl_mean == pytest.approx(want["kl"].mean(), abs=1e-6)
     assert got.kl_p99 == pytest.approx(np.percentile(want["kl"], 99), abs=1e-6)
     assert got.top1_agreement == want["agree"].mean()
+
+
+@pytest.mark.parametrize("factor", [5, 30, 300])
+@pytest.mark.parametrize("documents", [2, 4, 8])
+def test_a_model_however_broken_has_finite_figures(factor: int, documents: int) -> None:
+    ours, theirs, windows = problem([100] * documents)
+    ours = Stored([t * (factor if i else 1) for i, t in enumerate(ours.logits)], "ours")
+    found = evaluate(ours, theirs, replace(windows, documents=list(range(documents))))
+    json.dumps(asdict(found), allow_nan=False)
+    assert found.candidate["perplexity"] == pytest.approx(math.exp(min(found.candidate["nll"], 700.0)))
+    assert found.perplexity_ratio is not None
+    assert found.perplexity_ratio > 1e6
 
 
 @pytest.mark.parametrize("lengths", [[129, 130, 2, 300], [61] * 20])

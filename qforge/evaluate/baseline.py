@@ -35,23 +35,24 @@ class Found:
     history: list[Past]
 
 
-def find(baseline: str, candidate: Path, *, folder: Path = Path(".")) -> Found:
+def find(baseline: str, candidate: Path, *, folder: Path = Path("."), through: tuple[Path, ...] = ()) -> Found:
     """Look up a baseline.
 
     Args:
         baseline: see `ALLOWED`.
         candidate: never taken for its own baseline.
         folder: what relative paths are relative to, and where git is asked.
+        through: text files that lead here.
 
     Raises:
-        DataError: there is no such baseline (the message says what is allowed).
+        DataError: text files name each other in a circle, or there is no such baseline (the message says what is allowed).
         MissingCapabilityError: git is needed and not installed.
     """
     path = folder / expanded(baseline)
     if path.is_dir():
         return _from_runs(path, None, candidate, folder)
     if path.is_file():
-        return _from_file(path, candidate)
+        return _from_file(path, candidate, through)
     runs, at, ref = baseline.rpartition("@")
     if at and (folder / runs).is_dir():
         return _from_runs(folder / runs, ref, candidate, folder)
@@ -61,7 +62,9 @@ def find(baseline: str, candidate: Path, *, folder: Path = Path(".")) -> Found:
     raise DataError(f"{baseline}: there is no such file or folder; give {ALLOWED}")
 
 
-def _from_file(path: Path, candidate: Path) -> Found:
+def _from_file(path: Path, candidate: Path, through: tuple[Path, ...]) -> Found:
+    if path.resolve() in through:
+        raise DataError(f"{path}: names itself as the baseline{'' if len(through) == 1 else ', through other files'}; give {ALLOWED}")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as e:
@@ -69,7 +72,7 @@ def _from_file(path: Path, candidate: Path) -> Found:
     lines = [line for line in (raw.partition("#")[0].strip() for raw in text.splitlines()) if line]
     if path.suffix == ".json" or len(lines) != 1 or lines[0][0] in "{[":
         return Found(str(path), text, [], [])
-    named = find(lines[0], candidate, folder=path.parent)
+    named = find(lines[0], candidate, folder=path.parent, through=(*through, path.resolve()))
     return Found(named.name, named.text, [f"baseline accepted in {path}: {lines[0]}", *named.notes], named.history)
 
 

@@ -112,6 +112,14 @@ def test_one_line_names_the_accepted_baseline(repository: Repository) -> None:
     assert found.notes[0].startswith("baseline accepted in ci/baseline.txt: ../runs/")
 
 
+@pytest.mark.parametrize("names", [["a.txt"], ["b.txt", "./a.txt"], ["b.txt", "c.txt", "b.txt"]])
+def test_files_that_name_each_other_in_a_circle_are_refused(repository: Repository, names: list[str]) -> None:
+    for file, named in zip("abc", names, strict=False):
+        (repository.folder / f"{file}.txt").write_text(named)
+    with pytest.raises(DataError, match=r"names itself as the baseline"):
+        find("a.txt", CANDIDATE)
+
+
 @pytest.mark.parametrize("given", ["missing.json", "runs@nowhere", "runs", "nowhere:file.json", "nowhere"])
 def test_what_is_not_there_is_refused(repository: Repository, given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DataError):

@@ -115,6 +115,11 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
     if untied is not None:
         size = blocks.vocab_size * blocks.hidden_size * model.dtype.itemsize
         notes.append(f"the quantized output head no longer shares the embedding's table, which stays beside it ({size / 1e6:,.1f} MB): {untied}")
+    head = next((p.scheme for p in layers if p.name == HEAD), None)
+    if head is not None and head.number is not Number.NF4:
+        notes.append(
+            f"vLLM 0.32 does not load an artifact whose output head is quantized, tied or not: where it is to run there, leave the head as it is (quantize.ignore: [{HEAD}])"
+        )
     more = (_parameters(model) - parameters) * model.dtype.itemsize
     if more:
         notes.append(f"rotate unties embedding and output head, since only the head takes the last norm's weight: {more / 1e6:,.1f} MB more, unless the head is quantized, too")

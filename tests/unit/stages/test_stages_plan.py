@@ -254,3 +254,12 @@ def test_a_text_for_an_export_alone_does_not_go_through_the_blocks(tmp_path: Pat
     with pytest.raises(KeyboardInterrupt):
         pipeline.quantize(path, out=tmp_path / "out")
     assert given == [None]
+
+
+def test_that_vllm_loads_no_quantized_head_is_said(tmp_path: Path) -> None:
+    def told(**quantize: object) -> bool:
+        return any("vLLM" in note and "quantize.ignore: [lm_head]" in note for note in planned(tmp_path, quantize=quantize).notes)
+
+    assert told(method="rtn", scheme="int8-channel-sym", ignore=[])
+    assert told(method="rtn", scheme="int4-g32-sym", ignore=[])
+    assert not told(**QUANTIZE)

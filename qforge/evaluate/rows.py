@@ -101,6 +101,12 @@ def recalibrated(baseline: Side, candidate: Side) -> bool:
     return a[0] is not None and a[0] == b[0] and a[1] != b[1]
 
 
+def same_artifact(baseline: Side, candidate: Side) -> bool:
+    """Whether both results tell that they are of the same files."""
+    a, b = (find(side.results, ("artifact", "sha256")) for side in (baseline, candidate))
+    return a is not None and a == b
+
+
 def _margin(name: str, baseline: Mean, divergence: float | None, *, again: bool) -> float:
     """The smallest difference that matters: of a perplexity in nats.
 

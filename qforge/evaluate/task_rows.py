@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import NormalDist
 
 from qforge.evaluate import statistics
-from qforge.evaluate.rows import Figure, Row, detectable, negative, of_mean
+from qforge.evaluate.rows import Figure, Row, detectable, negative, of_mean, same_artifact
 from qforge.evaluate.sides import Side
 from qforge.evaluate.statistics import Mean
 from qforge.types import TaskMetric, TaskResult
@@ -34,10 +34,14 @@ def task_rows(baseline: Side, candidate: Side) -> tuple[list[Row], dict[str, Fig
             if a is not None and a.lost is not None and b.lost is not None:  # right or wrong
                 shared[name, metric] = a, b
     metrics = [metric for _, metric in shared]
+    same = same_artifact(baseline, candidate)
     rows: list[Row] = []
     figures: dict[str, Figure] = {}
     for (name, metric), (a, b) in shared.items():
-        change = _together(_change(a, b, after[name].questions), len(shared))
+        change = _change(a, b, after[name].questions)
+        if same and a.right == b.right:  # however few the questions: of one artifact it is known that nothing differs
+            change = replace(change, error=0.0, interval=(0.0, 0.0))
+        change = _together(change, len(shared))
         verdict = statistics.verdict(negative(change), MARGIN)
         rows.append(Row(f"{name}.{metric}", a.candidate, b.candidate, "difference", change.value, change.interval, MARGIN, detectable(change), verdict, "questions"))
         for title in (f"{name}.{metric}", *([metric] if metrics.count(metric) == 1 else [])):
@@ -53,7 +57,8 @@ def _otherwise(a: TaskResult, b: TaskResult) -> str:
 
 def _change(a: TaskMetric, b: TaskMetric, questions: int) -> Mean:
     if a.right is not None and b.right is not None:
-        return statistics.mean([int(y) - int(x) for x, y in zip(a.right, b.right, strict=True)], [1.0] * questions)
+        pairs = list(zip(a.right, b.right, strict=True))
+        return statistics.paired_shares(pairs.count(("0", "1")), pairs.count(("1", "0")), questions)
     # Agresti and Caffo 2000: one right and one wrong answer more on each side
     p, q = ((share * questions + 1) / (questions + 2) for share in (a.candidate, b.candidate))
     error = math.sqrt((p * (1 - p) + q * (1 - q)) / (questions + 2))

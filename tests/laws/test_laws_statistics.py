@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from qforge.evaluate.divergence import cluster_owners
-from qforge.evaluate.statistics import MIN_CLUSTERS, MIN_RESAMPLED, Mean, Verdict, _beta_quantile, _student_975, mean, needs_tokens, quantile, verdict
+from qforge.evaluate.statistics import MIN_CLUSTERS, MIN_RESAMPLED, Mean, Verdict, _beta_quantile, _student_975, mean, needs_tokens, paired_shares, quantile, verdict
+from qforge.evaluate.task_rows import _change
+from qforge.types import TaskMetric
 
 Floats = NDArray[np.float64]
 TRIALS = 1000
@@ -199,3 +201,35 @@ def test_many_clusters_are_pooled_without_changing_the_interval_much() -> None:
     error = float(np.std(values - pooled.value * t) * math.sqrt(len(t)) / t.sum())
     assert pooled.clusters == 9001
     assert pooled.half_width == pytest.approx(1.96 * error, rel=0.08)
+
+
+@pytest.mark.parametrize("questions", [10, 20, 50, 100, 400])
+@pytest.mark.parametrize(("lost", "gained"), [(0.02, 0.0), (0.03, 0.01), (0.05, 0.02), (0.2, 0.1)])
+def test_intervals_of_paired_answers_cover_also_where_few_or_none_differ(questions: int, lost: float, gained: float) -> None:
+    rng = np.random.default_rng(questions)
+    covered = 0
+    known: dict[tuple[int, int], tuple[float, float]] = {}
+    for _ in range(TRIALS):
+        u = rng.random(questions)
+        before, after = u >= gained, (u < gained) | (u >= gained + lost)  # of the first share of u only the second side knows the answer, of the next only the first
+        counts = (int((before & ~after).sum()), int((after & ~before).sum()))
+        if counts not in known:
+            a, b = (TaskMetric(0, float(side.mean()), right="".join(map(str, side.astype(int)))) for side in (before, after))
+            interval = _change(a, b, questions).interval
+            assert interval is not None
+            known[counts] = interval
+        low, high = known[counts]
+        covered += low <= gained - lost <= high
+    assert covered / TRIALS >= 0.93
+
+
+def test_paired_answers_are_told_alike_both_ways_and_end_where_shares_end() -> None:
+    for gained, lost, n in ((0, 0, 20), (3, 1, 20), (20, 0, 20), (5, 0, 9)):
+        one, other = paired_shares(gained, lost, n), paired_shares(lost, gained, n)
+        assert one.interval is not None
+        assert other.interval is not None
+        assert one.interval == pytest.approx((-other.interval[1], -other.interval[0]), abs=1e-9)
+        assert -1 <= one.interval[0] <= one.value <= one.interval[1] <= 1
+        assert one.error == other.error > 0
+        assert one.half_width > 0.1
+    assert paired_shares(0, 0, 20).interval == pytest.approx((-0.161125, 0.161125), abs=1e-5)  # of none: z^2 / (n + z^2)

@@ -320,6 +320,19 @@ def test_answers_are_paired_and_few_are_not_enough(tmp_path: Path, capsys: pytes
     assert " questions" in capsys.readouterr().out
 
 
+def test_equal_answers_of_few_questions_are_not_enough_unless_the_artifact_is_the_same(tmp_path: Path) -> None:
+    def found(sha: str) -> tuple[str, bool]:
+        paths = [
+            write(tmp_path, f"{i}.json", {"evaluation": {**evaluation(clusters=20, seed=i), "tasks": {"sums": task("1" * 18 + "00")}}, "artifact": {"sha256": own}})
+            for i, own in enumerate(("a", sha))
+        ]
+        result = compare(read(paths[0]), read(paths[1]), ["acc_change >= -0.001"])
+        return result.rows[-1].verdict.word, result.gates[0].sure
+
+    assert found("b") == ("not enough data", False)
+    assert found("a") == ("same", True)
+
+
 def test_of_many_equal_tasks_none_fails_by_chance(tmp_path: Path) -> None:
     """40 tasks, each side's answers drawn anew: alone, one in 20 intervals leaves out zero."""
     draw = np.random.default_rng(5)

@@ -82,7 +82,7 @@ def _beside(result: Evaluation, reference: Scorer, tokens: Tokens, pairs: list[P
     nll_reference = [float(c.nll_reference or 0.0) for c in clusters]
     log_ratio = statistics.mean([c.nll_candidate - n for c, n in zip(clusters, nll_reference, strict=True)], sizes)
     kl = statistics.mean([float(c.kl_sum or 0.0) for c in clusters], sizes)
-    agreement = statistics.mean([float(c.agree or 0) for c in clusters], sizes)
+    agreement = (statistics.share if tokens.differ() else statistics.mean)([float(c.agree or 0) for c in clusters], sizes)
     common = tokens.mean(tokens.common)
     return replace(
         result,

@@ -39,7 +39,7 @@ def delta_p(tokens: Tokens) -> DeltaP:
 
 def flips(tokens: Tokens) -> Flips:
     """How often a right first choice was lost, and how often one was gained (arXiv 2407.09141: equal accuracy hides both)."""
-    lost, gained = (tokens.mean(a & ~b) for a, b in ((tokens.right_reference, tokens.right), (tokens.right, tokens.right_reference)))
+    lost, gained = (tokens.share(a & ~b) for a, b in ((tokens.right_reference, tokens.right), (tokens.right, tokens.right_reference)))
     return Flips(float(tokens.right_reference.mean()), float(tokens.right.mean()), lost.value, gained.value, lost.share, gained.share)
 
 

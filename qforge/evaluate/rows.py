@@ -123,6 +123,11 @@ def _margin(name: str, baseline: Mean, divergence: float | None, *, again: bool)
     return max((RECALIBRATED if again else KL_MARGIN) * baseline.value, KL_FLOOR)
 
 
+def _figure(name: str, *sides: Side) -> Callable[..., Mean]:
+    """A share, of which none seen is not none, unless the models are known to be equal to the original."""
+    return statistics.share if name == "top1_agreement" and any(any(side.column("kl_sum")) for side in sides) else statistics.mean
+
+
 def text_rows(baseline: Side, candidate: Side, *, references: bool) -> tuple[list[Row], dict[str, Figure]]:
     """Rows and gate figures of the text; `references`: both sides were measured against an original."""
     sizes = baseline.column("tokens")
@@ -131,8 +136,8 @@ def text_rows(baseline: Side, candidate: Side, *, references: bool) -> tuple[lis
     figures: dict[str, Figure] = {}
     for name in ("perplexity", "kl_mean", "top1_agreement") if references else ("perplexity",):
         column = {"perplexity": "nll_candidate", "kl_mean": "kl_sum", "top1_agreement": "agree"}[name]
-        a, b = (statistics.mean(side.column(column), sizes) for side in (baseline, candidate))
-        change = statistics.mean([y - x for x, y in zip(baseline.column(column), candidate.column(column), strict=True)], sizes)
+        a, b = (_figure(name, side)(side.column(column), sizes) for side in (baseline, candidate))
+        change = _figure(name, baseline, candidate)([y - x for x, y in zip(baseline.column(column), candidate.column(column), strict=True)], sizes)
         if baseline.clusters == candidate.clusters:  # however short the text: of two that are equal in every sum it is known that nothing differs
             change = replace(change, error=0.0, interval=(0.0, 0.0))
         margin = _margin(name, a, divergence, again=recalibrated(baseline, candidate))

@@ -8,12 +8,15 @@ Measured coverage of the nominal 95 % (1,500 trials a case, 5 to 60 clusters of 
 log-likelihood, KL divergences or agreement, 91-95 % for strongly skewed ones (log-normal, sigma 0.8); a percentile bootstrap gives 80-92 % at 8 to 20
 clusters. Below `MIN_RESAMPLED` clusters there are too few resamples: the interval is Student's with one degree of freedom less than clusters, widened by the
 jackknife's factor, which covers 94-98 % (90-95 % of strongly skewed ones). `tests/laws/test_laws_statistics.py` holds it. One cluster has no interval.
+
+Where nothing varies there is nothing to resample: a share that no token was seen to have, or all, has the rule of three's end (`share`), and answers to the same questions,
+which are one bit each and often all alike, have a score interval (`paired_shares`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -28,6 +31,7 @@ _ENOUGH_CLUSTERS = 20
 _LEAST_GROWTH = 1.1
 _NORMAL_975 = 1.959963984540054
 _KNOWN = 0.6
+_CLUSTERING = 1.5  # tokens for an independent one, about (power.DESIGN_EFFECT)
 _NORMAL_90 = 1.2815515655446004
 _LARGEST_EXPONENT = 700.0
 _SMALLEST_ERROR = 0.1  # of the sample's: a resample of nearly equal clusters says nothing on the error's size
@@ -90,6 +94,16 @@ def mean(values: ArrayLike, sizes: ArrayLike, *, seed: int = 0) -> Mean:
     error = float(_errors(np.ones((1, len(t))), x, t)[1][0]) if len(t) > 1 else math.inf
     interval = None if clusters == 1 else _student_t(value, error, clusters) if clusters < MIN_RESAMPLED else _bootstrap_t(x, t, value, error, seed)
     return Mean(value, error, interval, clusters, tokens)
+
+
+def share(values: ArrayLike, sizes: ArrayLike) -> Mean:
+    """`mean` of what each token has or has not (or of differences of such counts, all zero). That none was seen to have it, or all, still leaves room for a few: the interval
+    then ends where as many independent tokens as `_CLUSTERING` leaves would show none with a probability of 2.5 % (the rule of three)."""
+    found = mean(values, sizes)
+    if found.interval is None or found.error > 0 or found.value not in (0.0, 1.0):
+        return found
+    room = 1 - 0.025 ** (_CLUSTERING / found.tokens)
+    return replace(found, error=room / _NORMAL_975, interval=(found.value - room, found.value + room))
 
 
 def _errors(weights: NDArray[np.float64], x: NDArray[np.float64], t: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

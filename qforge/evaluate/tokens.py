@@ -57,3 +57,11 @@ class Tokens:
     def mean(self, values: ArrayLike) -> statistics.Mean:
         """Mean of one value a position, with its interval."""
         return statistics.mean(np.bincount(self.cluster, weights=np.asarray(values, np.float64)), self.sizes)
+
+    def share(self, having: ArrayLike) -> statistics.Mean:
+        """Share of the positions that have something, with its interval; of equal models it is known."""
+        return (statistics.share if self.differ() else statistics.mean)(np.bincount(self.cluster, weights=np.asarray(having, np.float64)), self.sizes)
+
+    def differ(self) -> bool:
+        """Whether the two models give another distribution anywhere in the text."""
+        return bool(np.any(self.kl))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from qforge.evaluate.divergence import cluster_owners
-from qforge.evaluate.statistics import MIN_CLUSTERS, MIN_RESAMPLED, Mean, Verdict, _beta_quantile, _student_975, mean, needs_tokens, paired_shares, quantile, verdict
+from qforge.evaluate.statistics import MIN_CLUSTERS, MIN_RESAMPLED, Mean, Verdict, _beta_quantile, _student_975, mean, needs_tokens, paired_shares, quantile, share, verdict
 from qforge.evaluate.task_rows import _change
 from qforge.types import TaskMetric
 
@@ -233,3 +233,28 @@ def test_paired_answers_are_told_alike_both_ways_and_end_where_shares_end() -> N
         assert one.error == other.error > 0
         assert one.half_width > 0.1
     assert paired_shares(0, 0, 20).interval == pytest.approx((-0.161125, 0.161125), abs=1e-5)  # of none: z^2 / (n + z^2)
+
+
+@pytest.mark.parametrize(("n", "size"), [(8, 60), (8, 200), (20, 60), (40, 60)])
+@pytest.mark.parametrize("none_seen", [False, True])
+def test_a_share_that_no_token_was_seen_to_have_covers(n: int, size: int, none_seen: bool) -> None:
+    """Texts of which none disagrees, where disagreement is rare and differs between documents; and the other way round."""
+    rng = np.random.default_rng(n + size)
+    trials = covered = 0
+    while trials < 200:
+        t = rng.integers(size // 2, size * 3 // 2, n).astype(float)
+        truth = rng.uniform(0, 3 / t.sum())
+        seen = rng.binomial(t.astype(int), rng.gamma(1.0, truth, n).clip(0, 1)).astype(float)
+        if seen.any():
+            continue
+        found = share(seen if none_seen else t, t).share
+        assert found is not None
+        trials += 1
+        covered += found[0] <= (truth if none_seen else 1 - truth) <= found[1]
+    assert covered / trials >= 0.95
+
+
+def test_a_share_in_between_is_a_mean() -> None:
+    values, t, _ = agreements(np.random.default_rng(1), 12)
+    assert share(values, t) == mean(values, t)
+    assert share([3.0], [9.0]) == mean([3.0], [9.0])

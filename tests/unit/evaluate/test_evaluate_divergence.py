@@ -312,3 +312,13 @@ def test_two_candidates_differ_by_more_than_each_errs() -> None:
         seen = difference + error * (rng.standard_normal(100_000) - rng.standard_normal(100_000))
         excluded = (np.abs(seen) > 1.959963984540054 * math.sqrt(2) * error).mean()
         assert excluded == pytest.approx(0.8, abs=0.01), name
+
+
+def test_that_no_position_disagrees_is_not_known_of_all_text() -> None:
+    _, theirs, windows = problem([61] * 20)
+    ours = Stored([t * 1.001 for t in theirs.logits], "ours")
+    found = evaluate(ours, theirs, replace(windows, documents=list(range(20))))
+    assert found.top1_agreement == 1.0
+    assert found.top1_agreement_ci95 == (pytest.approx(0.025 ** (1.5 / 1200)), 1.0)
+    assert found.flips is not None
+    assert found.flips.lost_ci95 == (0.0, pytest.approx(1 - 0.025 ** (1.5 / 1200)))

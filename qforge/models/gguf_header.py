@@ -195,8 +195,6 @@ class _Reader:
             ggml_type = GGMLQuantizationType(kind)
         except ValueError as e:
             raise ModelError(f"{self._path}: tensor '{name}' has the type {kind}, which the installed gguf package does not know; a newer one may: pip install -U gguf") from e
-        if 0 in shape:
-            raise self._damaged(f"tensor '{name}' has no values (shape {list(shape)})")
         block, block_bytes = GGML_QUANT_SIZES[ggml_type]
         if shape[-1] % block:
             raise self._damaged(f"tensor '{name}' has rows of {shape[-1]} values, which are no whole blocks of {ggml_type.name}")
@@ -207,6 +205,8 @@ class _Reader:
             raise self._damaged(f"tensor '{name}' should end at byte {data_start + offset + nbytes}, the file has {self._size}")
         if not sized(shape):
             raise self._damaged(f"tensor '{name}' has the shape {list(shape)}")
+        if 0 in shape:
+            raise self._damaged(f"tensor '{name}' has no values (shape {list(shape)})")
         return GgufTensor(name, shape, ggml_type, data_start + offset, nbytes)
 
     def _check_overlap(self, tensors: list[GgufTensor]) -> None:

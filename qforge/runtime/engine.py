@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import secrets
-import threading
 
 from qforge.errors import DataError, ModelError
 from qforge.runtime.blocks import BlockPool
 from qforge.runtime.cache_turn import CacheTurn
 from qforge.runtime.detokenize import Detokenizer
+from qforge.runtime.fair_lock import FairLock
 from qforge.runtime.prompt_lookup import PromptLookup
 from qforge.runtime.prompts import known
 from qforge.runtime.scheduler import Piece, Scheduler
@@ -50,7 +50,7 @@ class Engine:
         self._most_guesses, self._lookups = num_speculative_tokens, dict[int, PromptLookup]()
         self._next_id = 0
         self._turn = turn or CacheTurn()
-        self._lock = threading.RLock()
+        self._lock = FairLock()
 
     def add(self, prompt: list[int], params: SamplingParams) -> Sequence:
         """Queue a request.

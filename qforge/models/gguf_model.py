@@ -41,7 +41,7 @@ def open_gguf(source: str, path: Path, dtype: str) -> Model:
     chosen = _own_dtype(header) if dtype == "auto" else DTYPES[dtype]
     assets = _assets(header, config)
     config.dtype = chosen
-    weights = Cast(stored, chosen, keep=[gguf.stored(name) for name in gguf.schemes])
+    weights = Cast(stored, chosen, keep=[f"{name}.weight" for name in gguf.schemes])
     return Model(source, config, model_spec(config), weights, chosen, assets, gguf.schemes)
 
 

@@ -42,18 +42,19 @@ demo: setup
 
 test: setup $(GPU)
 	$(PYTEST)
-	$(GPU)/bin/python -m pytest -rs tests/unit/ops/test_ops_triton.py tests/unit/runtime/test_runtime_gpu.py
+	$(GPU)/bin/python -m pytest -rs tests/unit/ops/test_ops_triton.py tests/unit/ops/test_ops_cuda.py tests/unit/runtime/test_runtime_gpu.py
 	$(GPU)/bin/python benchmarks/triton_budget.py --jobs $(WORKERS)
+	$(GPU)/bin/python benchmarks/cuda_budget.py
 
 test-slow: setup $(EVAL)
 	$(PYTEST) -m 'slow and not gpu'
 	$(EVAL)/bin/python -m pytest -rs -m slow tests/flow/test_flow_tasks.py
 
-# What .venv has, and triton: installed there it would be imported, and held in memory, by transformers.
+# What .venv has, triton (installed there it would be imported, and held in memory, by transformers) and CUDA's compiler, which a torch for CUDA would bring.
 $(GPU): $(READY)
 	$(PYTHON) -m venv $(GPU)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$($(GPU)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
-	$(GPU)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) --no-deps 'triton>=3.9,<3.10'
+	$(GPU)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) --no-deps 'triton>=3.9,<3.10' 'nvidia-cuda-nvrtc>=13,<14'
 	@touch $(GPU)
 
 # What .venv has, and lm-eval with the forty packages that it brings: none of them is the library's.

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from triton_cases import attention_case, compiled_case, linear_case, norm_case, rope_case, rounding_case, sampling_case, silu_case
+from triton_cases import attention_case, compiled_case, few_case, linear_case, many_case, norm_case, rope_case, rounding_case, sampling_case, silu_case
 
+from qforge.ops.cuda import w4
 from qforge.ops.triton.present import capability
 
 DEVICE = "cuda"
@@ -46,7 +47,24 @@ def cases() -> Iterator[tuple[str, Callable[[], tuple[float, float]]]]:
     for vocabulary in (2, 2048, 32000, 151936):
         yield f"sampling, {vocabulary}", lambda v=vocabulary: sampling_case(v, DEVICE, seed=v, draws=8)
     yield "sampling, equal logits", lambda: sampling_case(50257, DEVICE, ties=True)
+    yield from in_cuda()
     yield from ((f"compiled, {text}", lambda t=text: compiled_case(t, DEVICE)) for text in ("int4-g128-asym", "int8-channel-sym+int8-token"))
+
+
+def in_cuda() -> Iterator[tuple[str, Callable[[], tuple[float, float]]]]:
+    """Every shape of the kernels in CUDA C++, by themselves: `w4_linear` would put another in the place of one that is wrong."""
+    if reason := w4.missing(torch.device(DEVICE)):
+        print(f"no kernels in CUDA C++: {reason}", flush=True)
+        return
+    for text, dtype in (("int4-g128-sym", B), ("int4-g128-asym", H), ("int4-g64-asym", B), ("int4-channel-sym", H), ("int4-g32-asym", B)):
+        short = text == "int4-g32-asym"
+        for few in w4.FEW_OF_SHORT_GROUPS if short else w4.FEW:
+            for rows, shape in ((1, (4096, 4096)), (3, (1032, 1280)), (4, (136, 128))):
+                yield f"cuda {few}, {text}, {rows} x {shape}", lambda t=text, d=dtype, f=few, r=rows, s=shape: few_case(t, r, s, d, DEVICE, f)
+        for many in w4.MANY_OF_SHORT_GROUPS if short else w4.MANY:
+            for parts, rows, shape in ((1, many.rows - 3, (1032, 1280)), (3, 2 * many.rows + 1, (520, 4096)), (2, many.rows, (4096, 1024))):
+                plan = w4.Plan(many, parts)
+                yield f"cuda {plan}, {text}, {rows} x {shape}", lambda t=text, d=dtype, p=plan, r=rows, s=shape: many_case(t, r, s, d, DEVICE, p)
 
 
 def check(wanted: str) -> dict[str, Any]:

@@ -10,12 +10,14 @@ from collections.abc import Callable
 import torch
 
 from qforge import numerics
+from qforge.ops.cuda import w4
 from qforge.ops.triton.between import rms_norm, silu_mul
 from qforge.ops.triton.cache import PagedCache, attention, empty_cache, rotate_and_store
 from qforge.ops.triton.linear import TritonW4, TritonW8
 from qforge.ops.triton.products import RoundedRows, round_activations, w4_linear
 from qforge.ops.triton.sampling import CHUNK, SamplingRows, most_likely, sample
 from qforge.ops.triton.tiles import Tile
+from qforge.ops.triton.w4_pack import pack_w4
 from qforge.ops.triton.w8_pack import pack_w8
 from qforge.qlinear import QuantizedLinear
 from qforge.runtime import sampler
@@ -63,6 +65,25 @@ def linear_case(text: str, rows: int, shape: tuple[int, int], dtype: torch.dtype
     assert y.dtype == dtype
     assert y.shape == (rows, shape[0])
     return error(y, product64(x, q)), 2 * EPS.get(dtype, EPS[torch.bfloat16])
+
+
+def few_case(text: str, rows: int, shape: tuple[int, int], dtype: torch.dtype, device: str, few: w4.Few) -> tuple[float, float]:
+    """The kernel in CUDA C++ for a few rows, on a GPU."""
+    return _cuda_case(text, rows, shape, dtype, device, lambda x, packed: w4.multiply_few(x, packed, few))
+
+
+def many_case(text: str, rows: int, shape: tuple[int, int], dtype: torch.dtype, device: str, plan: w4.Plan) -> tuple[float, float]:
+    """The kernel in CUDA C++ for many rows, on a GPU."""
+    return _cuda_case(text, rows, shape, dtype, device, lambda x, packed: w4.multiply_many(x, packed, plan))
+
+
+def _cuda_case(text: str, rows: int, shape: tuple[int, int], dtype: torch.dtype, device: str, product: w4.Product) -> tuple[float, float]:
+    q = quantized(text, shape, bias=True)
+    x = (torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows)) + 0.1).to(dtype)
+    packed = pack_w4(q.to(device))
+    y, again = product(x.to(device), packed), product(x.to(device), packed)
+    assert torch.equal(y, again), "the same product gave other bits"
+    return error(y, product64(x, q)), 2 * EPS[dtype]
 
 
 def rounding_case(text: str, rows: int, columns: int, device: str) -> tuple[float, float]:

@@ -22,9 +22,9 @@ def _runs_plainly(x: torch.Tensor) -> bool:
 @custom_op("qforge::w4_linear", mutates_args=("turns",))
 def _w4(
     x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, order: torch.Tensor | None, bias: torch.Tensor | None, in_features: int, group: int,
-    turns: torch.Tensor,
+    turns: torch.Tensor, either: bool,
 ) -> torch.Tensor:  # fmt: skip
-    w = W4(words, scales, zeros, order, bias, in_features, group, turns)
+    w = W4(words, scales, zeros, order, bias, in_features, group, turns, either)
     return plain.w4_linear(x, w) if _runs_plainly(x) else products.w4_linear(x, w)
 
 
@@ -123,7 +123,7 @@ def _(
 
 def w4_linear(x: torch.Tensor, w: W4) -> torch.Tensor:
     """`products.w4_linear` as one node of a graph."""
-    y: torch.Tensor = _w4(x, w.words, w.scales, w.zeros, w.order, w.bias, w.in_features, w.group, w.turns)
+    y: torch.Tensor = _w4(x, w.words, w.scales, w.zeros, w.order, w.bias, w.in_features, w.group, w.turns, w.either)
     return y
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from qforge.ops.cuda import w4 as cuda
 from qforge.ops.triton import tiles, tuned
 from qforge.ops.triton.present import capability, processors
 from qforge.ops.triton.tiles import Tile
@@ -18,19 +19,28 @@ from qforge.ops.triton.tuned import Product
 from qforge.ops.triton.w4_pack import STEP, W4, longest_step
 from qforge.ops.triton.w8_pack import W8
 
-DENSE_ROWS = 193  # from here on cuBLAS is faster over weights in 16 bits, the time to unpack them included (on an H200)
+DENSE_ROWS = 193  # from here on cuBLAS over weights in 16 bits is faster than Triton's kernel, the time to unpack them included (on an H200)
 _DENSE_BYTES = 128 << 20  # of weights in 16 bits at a time
 DENSE_TILE = 64  # outputs of a block of threads
 
 
 def w4_linear(x: torch.Tensor, w: W4, tile: Tile | None = None) -> torch.Tensor:
-    """`x [M, K]` fp16 or bf16 -> `[M, N]`, its dtype; with this tile, or the shipped one."""
-    from qforge.ops.triton.device.w4 import w4_gemm
-
-    if tile is None and len(x) >= DENSE_ROWS:
-        return w4_multiplied_dense(x, w)
+    """`x [M, K]` fp16 or bf16 -> `[M, N]`, its dtype; with this tile of Triton's kernel, or with what is fastest."""
     x = (x if w.order is None else x[:, w.order]).contiguous()
-    tile = tile or tuned.find(x.device, _product_w4(w), len(x)) or tiles.tile_for(tiles.W4_GEMM[tiles.device_class(capability(x.device))], len(x))
+    if tile is not None:
+        return _w4_tiles(x, w, tile)
+    y = cuda.w4_product(x, w, _w4_by_triton)
+    return _w4_by_triton(x, w) if y is None else y
+
+
+def _w4_by_triton(x: torch.Tensor, w: W4) -> torch.Tensor:
+    if len(x) >= DENSE_ROWS:
+        return w4_multiplied_dense(x, w)
+    return _w4_tiles(x, w, tuned.find(x.device, _product_w4(w), len(x)) or tiles.tile_for(tiles.W4_GEMM[tiles.device_class(capability(x.device))], len(x)))
+
+
+def _w4_tiles(x: torch.Tensor, w: W4, tile: Tile) -> torch.Tensor:
+    from qforge.ops.triton.device.w4 import w4_gemm
 
     def product(y: torch.Tensor, sums: torch.Tensor | None, parts: int) -> None:
         w4_gemm[_grid(tile, len(x), w.out_features, parts)](
@@ -45,11 +55,10 @@ def w4_linear(x: torch.Tensor, w: W4, tile: Tile | None = None) -> torch.Tensor:
 def w4_multiplied_dense(x: torch.Tensor, w: W4, most_bytes: int = _DENSE_BYTES) -> torch.Tensor:
     """As `w4_linear`, by cuBLAS over weights in x's type, some outputs after the others: what so many rows cost is the product, and little of it to unpack before.
 
-    Weights, and the bias, are rounded to x's type.
+    x is in the weight's order. Weights, and the bias, are rounded to x's type.
     """
     from qforge.ops.triton.device.w4 import w4_dense
 
-    x = (x if w.order is None else x[:, w.order]).contiguous()
     y = x.new_empty((len(x), w.out_features))
     outputs = min(w.out_features, max(DENSE_TILE, most_bytes // (2 * w.in_features) // DENSE_TILE * DENSE_TILE))
     weight = x.new_empty((outputs, w.in_features))

@@ -199,9 +199,9 @@ def random_weight(product: Product, device: str = "cuda") -> W4 | W8:
         steps = -(-inputs // STEP)
         words = torch.randint(-(1 << 31), 1 << 31, (steps, outputs, STEP // 8), device=device, dtype=torch.int32)
         group = product.group or steps * STEP
-        scales = torch.full((-(-steps * STEP // group), outputs), 0.01, device=device, dtype=torch.float16)
+        scales = torch.full((-(-steps * STEP // group), outputs), 2.0**-7, device=device, dtype=torch.float16)
         zeros = torch.full(scales.shape, 8, device=device, dtype=torch.uint8) if product.zeros else None
-        return W4(words, scales, zeros, None, None, inputs, group, tiles.new_turns(device))
+        return W4(words, scales, zeros, None, None, inputs, group, tiles.new_turns(device), either=True)
     codes = torch.randint(-127, 128, (outputs, inputs), device=device, dtype=torch.int8)
     kind = product.kernel.removeprefix("w8-")
     scales = torch.full((inputs // (product.group or inputs), outputs), 0.01, device=device)

@@ -35,6 +35,7 @@ class W4:
         bias: `[O]` fp32 or None.
         group: inputs that share a scale; P for one scale a row.
         turns: see `new_turns`.
+        either: whether every scale is a number of fp16 and of bf16 alike.
     """
 
     words: torch.Tensor
@@ -45,6 +46,7 @@ class W4:
     in_features: int
     group: int
     turns: torch.Tensor
+    either: bool
 
     @property
     def out_features(self) -> int:
@@ -77,15 +79,17 @@ def pack_w4(q: QuantizedLinear) -> W4:
     dtype = {ScaleType.BF16: torch.bfloat16, ScaleType.F16: torch.float16, ScaleType.F16BF16: torch.float16}.get(q.scheme.scale.type, torch.float32)
     groups = -(-padded // group)
     zeros = None if q.zeros is None else _per_output(q.zeros, q.out_features, groups)
+    scales = _per_output(q.scales, q.out_features, groups).to(dtype)
     return W4(
         pack_words(codes),
-        _per_output(q.scales, q.out_features, groups).to(dtype),
+        scales,
         zeros,
         order,
         None if q.bias is None else q.bias.float(),
         q.in_features,
         group,
         new_turns(q.codes.device),
+        either=all(torch.equal(scales.to(t).float(), scales.float()) for t in (torch.float16, torch.bfloat16)),
     )
 
 

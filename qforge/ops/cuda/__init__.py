@@ -1,0 +1,1 @@
+"""Products in CUDA C++, compiled where they run: what Triton's compiler does not make fast enough."""

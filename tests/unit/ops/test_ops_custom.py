@@ -32,7 +32,7 @@ def _nothing_compiled() -> None:
 
 def _w4(text: str, rows: int = 3, bias: bool = True, shuffled: bool = False) -> tuple[Any, ...]:
     w = TritonW4().prepack(quantized(text, (24, 96), bias=bias, shuffled=shuffled))
-    return torch.randn(rows, 96).half(), w.words, w.scales, w.zeros, w.order, w.bias, w.in_features, w.group, w.turns
+    return torch.randn(rows, 96).half(), w.words, w.scales, w.zeros, w.order, w.bias, w.in_features, w.group, w.turns, w.either
 
 
 def _w8(text: str) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from triton_cases import attention_case, compiled_case, few_case, linear_case, many_case, norm_case, rope_case, rounding_case, sampling_case, silu_case
+from triton_cases import attention_case, compiled_case, few_case, linear_case, many_case, norm_case, not_finite_case, rope_case, rounding_case, sampling_case, silu_case
 
 from qforge.ops.cuda import w4
 from qforge.ops.triton.present import capability
@@ -46,6 +46,7 @@ def cases() -> Iterator[tuple[str, Callable[[], tuple[float, float]]]]:
     yield "silu", lambda: silu_case(B, DEVICE, columns=11008)
     for vocabulary in (2, 2048, 32000, 151936):
         yield f"sampling, {vocabulary}", lambda v=vocabulary: sampling_case(v, DEVICE, seed=v, draws=8)
+    yield "sampling, not finite", lambda: not_finite_case(50257, DEVICE)
     yield "sampling, equal logits", lambda: sampling_case(50257, DEVICE, ties=True)
     yield from in_cuda()
     yield from ((f"compiled, {text}", lambda t=text: compiled_case(t, DEVICE)) for text in ("int4-g128-asym", "int8-channel-sym+int8-token"))

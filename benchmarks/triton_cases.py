@@ -225,6 +225,25 @@ def sampling_case(vocabulary: int, device: str, chunk: int = CHUNK, seed: int = 
     return float((got != want).sum() + (most_likely(logits.to(device)).cpu() != first).sum()), 0.0
 
 
+def not_finite_case(vocabulary: int, device: str, chunk: int = CHUNK) -> tuple[float, float]:
+    """How many rows whose largest logit is not finite get a token, and how many others get none, or another than the runtime's sampler gives."""
+    logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(9)) * 3
+    logits[0, vocabulary // 2] = torch.nan
+    logits[1, -1] = torch.inf
+    logits[2] = -torch.inf
+    logits[3, 3] = torch.tensor(-(1 << 22), dtype=torch.int32).view(torch.float32)  # a NaN whose sign is set
+    logits[4, ::2] = -torch.inf
+    wrong = 0
+    for temperature in (0.0, 1.0):
+        kinds = [(temperature, 0, 1.0, 0.0, 1, row) for row in range(len(logits))]
+        draws = [sampler.Draw(SamplingParams(temperature=temperature), 1, row) for row in range(len(logits))]
+        want = torch.tensor(sampler.sample(logits, draws))
+        assert want[:4].tolist() == [-1] * 4
+        wrong += int((sample(logits.to(device), SamplingRows.of(kinds, device), chunk).cpu() != want).sum())
+        wrong += int((most_likely(logits.to(device)).cpu() != want).sum()) if temperature == 0 else 0
+    return wrong, 0.0
+
+
 def _place(g: torch.Generator, i: int, seed: int, least: float) -> tuple[int, int]:
     """A seed and a position whose random number is at least so large."""
     while True:

@@ -44,7 +44,7 @@ class SamplingRows:
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows, chunk: int = CHUNK) -> torch.Tensor:
-    """The chosen tokens `[S]` int64 of logits `[S, V]` fp32 without NaN. Nothing waits for the GPU, so that it can be captured in a graph.
+    """The chosen tokens `[S]` int64 of logits `[S, V]` fp32, -1 where the largest is not finite. Nothing waits for the GPU, so that it can be captured in a graph.
 
     Equal to qforge/runtime/sampler.py's choice: fp64 weights, the same random numbers, equal logits in the vocabulary's order. (Sums are rounded in another order: a draw within
     about 1e-15 of a token's edge may fall on its neighbour.)
@@ -70,7 +70,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows, chunk: int = CHUNK) -> torc
 
 
 def most_likely(logits: torch.Tensor) -> torch.Tensor:
-    """The largest logit's place in each row of `[S, V]` fp32, the first of equal ones: `[S]` int64. For batches that are greedy altogether."""
+    """The largest logit's place in each row of `[S, V]` fp32, the first of equal ones, -1 where it is not finite: `[S]` int64. For batches that are greedy altogether."""
     from qforge.ops.triton.device import sampling
 
     logits = logits.contiguous()

@@ -16,7 +16,22 @@ from qforge.ops.triton.w4_pack import pack_w4
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 import gpu_check
 import gpu_sanitize
-from triton_cases import EPS, Case, attention_case, compiled_case, error, linear_case, norm_case, product64, quantized, rope_case, rounding_case, sampling_case, silu_case
+from triton_cases import (
+    EPS,
+    Case,
+    attention_case,
+    compiled_case,
+    error,
+    linear_case,
+    norm_case,
+    not_finite_case,
+    product64,
+    quantized,
+    rope_case,
+    rounding_case,
+    sampling_case,
+    silu_case,
+)
 
 H, B, INT8, FP8 = torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
 CASES: dict[str, Case] = {
@@ -64,6 +79,7 @@ CASES: dict[str, Case] = {
     "rope, calibrated fp8 cache": lambda: rope_case(H, "cpu", FP8, calibrated=(0.02, 0.01)),
     "sampling": lambda: sampling_case(150, "cpu", 32),
     "sampling, equal logits": lambda: sampling_case(150, "cpu", 32, seed=1, ties=True),
+    "sampling, not finite": lambda: not_finite_case(150, "cpu", 32),
     "sampling, one chunk": lambda: sampling_case(20, "cpu", 32, seed=2, ties=True),
     "norm": lambda: norm_case(H, "cpu"),
     "norm and addition": lambda: norm_case(B, "cpu", True),

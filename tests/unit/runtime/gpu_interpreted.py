@@ -19,6 +19,7 @@ from shared_models import Exchange, together
 from test_runtime_gpu import replaying
 from tolerances import GPU_LOGITS
 
+from qforge.errors import ModelError
 from qforge.models.model import Model
 from qforge.runtime import LLM, SamplingParams, gpu_decoder, sampler, shared_loader
 from qforge.runtime.decoder import Decoder
@@ -29,7 +30,7 @@ from qforge.runtime.scheduler import Piece
 from qforge.runtime.sequence import Draw, Sequence
 from qforge.runtime.shared_loader import read_share
 from qforge.runtime.shares import Share
-from qforge.runtime.step import build_step
+from qforge.runtime.step import StepInput, build_step
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 import gpu_runtime
@@ -156,3 +157,26 @@ def test_tokens_are_drawn_where_the_logits_are_as_the_sampler_draws_them(monkeyp
     draws = [Draw(s.params, s.seed, len(s.tokens)) for s in sequences]
     assert runner.choose(step, draws) == sampler.sample(runner.step(step), draws)
     assert runner.choose(build_step([Piece(sequences[0], 0, len(sequences[0].tokens) - 1)], 16), []) == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_whose_logits_are_not_finite_ends_with_a_message(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_decoder, "sample", functools.partial(gpu_decoder.sample, chunk=128))
+    llm, params = on_gpu(model("small")), SamplingParams(max_tokens=3, ignore_eos=True, temperature=temperature, seed=1)
+    wanted = llm.generate([[3, 4, 5]], params)[0].token_ids
+    head = gpu_decoder.GpuDecoder.logits
+
+    def broken(self: GpuDecoder, step: StepInput) -> torch.Tensor:
+        logits = head(self, step).clone()
+        logits[-1, 9] = torch.nan
+        return logits
+
+    monkeypatch.setattr(GpuDecoder, "logits", broken)
+    engine = llm.engine()
+    good, bad = engine.add([3, 4, 5], params), engine.add([3, 7, 5], params)
+    with pytest.raises(ModelError, match="not finite"):
+        engine.step()
+    monkeypatch.setattr(GpuDecoder, "logits", head)
+    while engine.busy():
+        engine.step()
+    assert (good.generated, str(bad.finish_reason)) == (wanted, "cancelled")

@@ -5,21 +5,32 @@ Letters: S rows of logits, V vocabulary, N chunks of CHUNK tokens, NP the power 
 Tokens are ordered by logit, the likeliest first, equal ones by their place in the vocabulary; every filter keeps a beginning of that order, and the draw falls where the sum of
 weights passes a share of the whole. Chunks are sorted by themselves; a threshold's place in the whole is the sum of its places in the chunks, so that a search by thresholds
 replaces one long sort.
-Weights and sums are fp64, as the reference's. Logits must not be NaN.
+Weights and sums are fp64, as the reference's. Where the largest logit is not finite (NaN is larger than all others) there is no token: -1.
 """
 
 import triton
 import triton.language as tl
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 THRESHOLDS = tl.constexpr(16)
 _SMALLEST = tl.constexpr(-(1 << 31))
+_INFINITE = tl.constexpr(0x7F800000)  # the key of infinity; those of NaN are larger
+_LEAST = tl.constexpr((0xFF800000 ^ 0x7FFFFFFF) - (1 << 32))  # the key of minus infinity
 
 
 @triton.jit
 def to_key(logits):
-    """fp32 -> int32 of the same order; both zeros are one."""
+    """fp32 -> int32 of the same order; both zeros are one, and so are all NaN, the largest of all: a GPU's sums that are NaN are 0x7FFFFFFF (PTX ISA, add.f32)."""
     bits = (logits + 0.0).to(tl.int32, bitcast=True)
+    if INTERPRETED:  # numpy's sums keep a NaN's sign
+        bits = tl.where(logits != logits, 0x7FFFFFFF, bits)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def or_none(token, most_key):
+    """A token, or -1 where the largest logit's key is that of no finite number."""
+    return tl.where((most_key >= _INFINITE) | (most_key <= _LEAST), -1, token)
 
 
 @triton.jit
@@ -168,12 +179,12 @@ def choose(
     there = token < vocabulary
     same = there & (to_key(tl.load(logits + row * vocabulary + token, mask=there, other=0.0)) == found_key.to(tl.int32))
     rank = tl.cumsum(same.to(tl.int64), 0)
-    tl.store(tokens + row, tl.sum(tl.where(same & (rank == place - before + 1), token, 0), 0).to(tl.int64))
+    tl.store(tokens + row, or_none(tl.sum(tl.where(same & (rank == place - before + 1), token, 0), 0), most_key).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["vocabulary"])
 def most_likely(logits, tokens, vocabulary, BLOCK: tl.constexpr):
-    """tokens `[S]` int64: the place of the largest logit, the first of equal ones. Grid: (S,)."""
+    """tokens `[S]` int64: the place of the largest logit, the first of equal ones, -1 where it is not finite. Grid: (S,)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), _SMALLEST, tl.int32)
@@ -184,5 +195,6 @@ def most_likely(logits, tokens, vocabulary, BLOCK: tl.constexpr):
         keys = to_key(tl.load(logits + row * vocabulary + token, mask=inside, other=0.0))
         larger = inside & (keys > best)
         best, at = tl.where(larger, keys, best), tl.where(larger, token, at)
-    first = tl.min(tl.where(best == tl.max(best, 0), at, 0x7FFFFFFF), 0)
-    tl.store(tokens + row, first.to(tl.int64))
+    most = tl.max(best, 0)
+    first = tl.min(tl.where(best == most, at, 0x7FFFFFFF), 0)
+    tl.store(tokens + row, or_none(first, most).to(tl.int64))

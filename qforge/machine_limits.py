@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,17 @@ def available_memory(root: Path = ROOT) -> int:
     """Bytes that this process may use at most: the machine's memory, or a container's limit where that is less."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(physical, memory_limit(root) or physical)
+
+
+def free_memory(root: Path = ROOT) -> int:
+    """Bytes that this process may have besides: what is free on the machine, or what a container's limits leave (files that it can let go count as free)."""
+    free = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for group in _groups(root, "memory"):
+        limit, used = (_words(group / new) or _words(group / old) for new, old in (("memory.max", "memory.limit_in_bytes"), ("memory.current", "memory.usage_in_bytes")))
+        if limit and used and limit[0].isdecimal() and used[0].isdecimal():
+            files = re.findall(r"^(?:total_)?inactive_file (\d+)$", "\n".join(_lines(group / "memory.stat")), re.M)
+            free.append(max(0, int(limit[0]) - int(used[0]) + max(map(int, files), default=0)))
+    return min(free)
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
@@ -53,7 +65,11 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _words(path: Path) -> list[str]:
+    return " ".join(_lines(path)).split()
+
+
+def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text().split()
+        return path.read_text().splitlines()
     except OSError:
         return []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 
 from qforge.engines import foreign
 from qforge.errors import MissingCapabilityError, ModelError
+from qforge.machine_limits import free_memory
 
 _ADAPTERS = {"mlx-lm": "mlx_adapter.py", "vLLM": "vllm_adapter.py"}  # engine -> its script, where it is not checkpoint_adapter.py
 _INSTALL = {"gptqmodel": "make engines", "mlx_lm": "pip install 'qforge[mlx]'", "bitsandbytes": "pip install 'qforge[bitsandbytes]'"}
@@ -72,7 +72,7 @@ def run(layout: str, folder: Path, prompts: Sequence[Sequence[int]], modules: Se
         ModelError: it refuses the checkpoint.
     """
     reason = missing(layout)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = free_memory()
     if reason is None and 6 * parameters > free:  # fp32, and codes beside them
         reason = f"running it would take about {6 * parameters / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
     if reason is not None:

@@ -13,6 +13,7 @@ from qforge.export.artifact import ArtifactExporter
 from qforge.export.onnx import OnnxExporter
 from qforge.files import atomic_folder, write_text
 from qforge.models.model import Model
+from qforge.models.names import HEAD
 
 TYPES = ("onnx", "vllm")
 MODEL, VERSION, CHECKPOINT = "model", "1", "checkpoint"
@@ -45,7 +46,11 @@ class TritonExporter:
         """
         if self.type not in TYPES:
             return f"Triton type '{self.type}' is not available; use one of {', '.join(TYPES)}"
-        return OnnxExporter().check(model) if self.type == "onnx" else ArtifactExporter("compressed-tensors").check(model)
+        if self.type == "onnx":
+            return OnnxExporter().check(model)
+        if HEAD in model.schemes:
+            return "the output head is quantized, and vLLM 0.32 does not load such a compressed-tensors checkpoint; leave it as it is (quantize.ignore: [lm_head])"
+        return ArtifactExporter("compressed-tensors").check(model)
 
     def write(self, model: Model, folder: Path) -> list[Path]:
         """Write the repository: `model/config.pbtxt` and `model/1/`.

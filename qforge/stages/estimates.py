@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qforge.calibration import endtoend
-from qforge.calibration.fisher import TOKENS
+from qforge.calibration import endtoend, fisher
 from qforge.calibration.gradients import CHUNK as GRADIENT_CHUNK
 from qforge.calibration.room import BUDGET
 from qforge.calibration.streams import BATCH_TOKENS
@@ -193,14 +192,14 @@ def _most(stages: Sequence[dict[str, int]]) -> dict[str, int]:
 
 
 def _fisher_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
-    block, gradients, head = _block(plan, blocks), *_gradient_memory(plan, blocks, tokens)
+    block, gradients, head = _block(plan, blocks), *_gradient_memory(plan, blocks, min(tokens, fisher.BATCH_TOKENS))
     sums = {"how a block's outputs weigh against each other": sum(o * o for o, _, _ in block.shapes) * 6}
-    kept = min(tokens, TOKENS) * blocks.hidden_size * 2 * blocks.num_blocks
+    kept = min(tokens, fisher.TOKENS) * blocks.hidden_size * 2 * blocks.num_blocks
     return {"Python, torch, transformers, tokenizer": PROCESS, ACTIVATIONS: min(kept, BUDGET), **_most((gradients | sums, head))}
 
 
 def _tune_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
-    block, (_, head) = _block(plan, blocks), _gradient_memory(plan, blocks, tokens)
+    block, (_, head) = _block(plan, blocks), _gradient_memory(plan, blocks, 0)
     step = min(tokens, endtoend.STEP_TOKENS)
     whole = {
         "all decoder blocks in fp32, with gradients and codes": 9 * block.weights * blocks.num_blocks,
@@ -209,12 +208,12 @@ def _tune_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int]:
     return {"Python, torch, transformers, tokenizer": PROCESS, ACTIVATIONS: min(tokens * blocks.hidden_size * 8, BUDGET), **whole, **head}
 
 
-def _gradient_memory(plan: Plan, blocks: BlockModel, tokens: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Of going back through one block, and through the head."""
+def _gradient_memory(plan: Plan, blocks: BlockModel, batch: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Of going back through one block with a batch of so many tokens, and through the head."""
     block = _block(plan, blocks)
     gradients = {
         "one decoder block in fp32, read": 2 * block.weights * 4,
-        "what a block keeps of one batch for its gradients": int(min(tokens, BATCH_TOKENS) * sum((o + i) * share for o, i, share in block.shapes)) * 4,
+        "what a block keeps of one batch for its gradients": int(batch * sum((o + i) * share for o, i, share in block.shapes)) * 4,
     }
     head = {
         "the output head, as stored and in fp32": blocks.vocab_size * blocks.hidden_size * 8,
@@ -228,7 +227,7 @@ def _choose_memory(plan: Plan, blocks: BlockModel, tokens: int) -> dict[str, int
     return {
         "Python, torch, transformers, tokenizer": PROCESS,
         ACTIVATIONS: min(tokens * blocks.hidden_size * 4, BUDGET),
-        **_most((*_gradient_memory(plan, blocks, tokens), errors)),
+        **_most((*_gradient_memory(plan, blocks, min(tokens, BATCH_TOKENS)), errors)),
     }
 
 
@@ -258,7 +257,7 @@ def _seconds(plan: Plan, blocks: BlockModel, calibration: int, evaluation: int, 
     if calibration and "outputs" in plan.needs:
         sums = sum(o * o * share for o, _, share in block.shapes)
         coupled = plan.options.refine * sum(3 * o * o * i + 2 * o * i * i for o, i, _ in block.shapes)
-        seconds += (min(calibration, TOKENS) * (blocks.num_blocks * (3 * GRADIENTS * block.work + sums) + 2 * head) + coupled * blocks.num_blocks) / rate
+        seconds += (min(calibration, fisher.TOKENS) * (blocks.num_blocks * (3 * GRADIENTS * block.work + sums) + 2 * head) + coupled * blocks.num_blocks) / rate
     if calibration and plan.options.tune:
         steps = plan.options.tune * min(calibration, endtoend.STEP_TOKENS)
         seconds += (3 * steps * GRADIENTS * block.work * blocks.num_blocks + min(steps, calibration) * head + calibration * FORWARD[fast] * block.work * blocks.num_blocks) / rate

@@ -10,6 +10,8 @@ from test_flow_quantize import write_recipe
 
 import qforge
 from qforge import pipeline
+from qforge.calibration import fisher
+from qforge.stages import estimates
 from qforge.types import Results
 
 
@@ -38,8 +40,19 @@ def test_a_run_gains_on_plain_rounding_and_is_found_again(tmp_path: Path, fisher
 
 def test_a_dry_run_counts_steps(tmp_path: Path) -> None:
     tiny.make(tmp_path / "model")
-    estimates = []
+    found = []
     for method, options in (("gptq", {}), ("signround", {"steps": 100}), ("signround", {"steps": 1000})):
         path = write_recipe(tmp_path, quantize={"method": method, "scheme": "int4-g32-sym", "options": options})
-        estimates.append(pipeline.plan(path, out=tmp_path / "out")[2])
-    assert estimates[0].seconds["quantize"] < estimates[1].seconds["quantize"] < estimates[2].seconds["quantize"]
+        found.append(pipeline.plan(path, out=tmp_path / "out")[2])
+    assert found[0].seconds["quantize"] < found[1].seconds["quantize"] < found[2].seconds["quantize"]
+
+
+def test_a_dry_run_counts_the_tokens_that_gradients_of_outputs_take_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.make(tmp_path / "model")
+    path = write_recipe(tmp_path, quantize={"method": "gptq", "scheme": "int4-g32-sym", "options": {"fisher": True}})
+    asked: list[int] = []
+    real = estimates._gradient_memory
+    monkeypatch.setattr(estimates, "_gradient_memory", lambda plan, blocks, batch: asked.append(batch) or real(plan, blocks, batch))
+    monkeypatch.setattr(fisher, "BATCH_TOKENS", 24)
+    pipeline.plan(path, out=tmp_path / "out")
+    assert asked == [24]

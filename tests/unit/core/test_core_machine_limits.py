@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qforge import machine_limits
-from qforge.machine_limits import available_memory, default_threads, memory_limit
+from qforge.machine_limits import available_memory, default_threads, free_memory, memory_limit
 
 PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -85,3 +85,27 @@ def test_memory_is_what_a_container_leaves_of_the_machines(tmp_path: Path, case:
 
 def test_no_more_memory_than_the_machine_has(tmp_path: Path) -> None:
     assert available_memory(root(tmp_path, {"memory.max": str(2 * PHYSICAL)})) == PHYSICAL
+
+
+GIB = 1 << 30
+FREE: dict[str, tuple[dict[str, str], int | None]] = {
+    "no container": ({}, None),
+    "no limit": ({"memory.max": "max", "memory.current": str(GIB)}, None),
+    "a limit": ({"memory.max": str(3 * GIB), "memory.current": str(2 * GIB)}, GIB),
+    "files in memory may go": ({"memory.max": str(3 * GIB), "memory.current": str(2 * GIB), "memory.stat": f"anon 5\ninactive_file {GIB // 2}\nactive_file 7"}, GIB + GIB // 2),
+    "more than the machine has": ({"memory.max": str(1 << 50), "memory.current": str(GIB)}, None),
+    "over its limit": ({"memory.max": str(GIB), "memory.current": str(2 * GIB)}, 0),
+    "version 1": (
+        {"memory/memory.limit_in_bytes": str(2 * GIB), "memory/memory.usage_in_bytes": str(GIB), "memory/memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB // 4}"},
+        GIB + GIB // 4,
+    ),
+    "a group within one that has less": ({"cgroup": "0::/a/b", "a/memory.max": str(GIB), "a/memory.current": str(GIB // 2), "a/b/memory.max": "max"}, GIB // 2),
+}
+
+
+@pytest.mark.parametrize("case", FREE)
+def test_what_is_free_is_what_a_container_leaves(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, free = FREE[case]
+    pages = {"SC_AVPHYS_PAGES": 10 * GIB // 4096, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(machine_limits.os, "sysconf", pages.__getitem__)
+    assert free_memory(root(tmp_path, files)) == (10 * GIB if free is None else free)

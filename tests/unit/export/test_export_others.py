@@ -175,6 +175,16 @@ def test_a_triton_repository_for_vllm(tmp_path):
     assert all(torch.equal(back.linear(n).codes, model.linear(n).codes) for n in model.schemes)
 
 
+def test_a_quantized_head_is_not_written_for_vllm(tmp_path):
+    model = quantized(opened(tmp_path), head=True)
+    assert exporter("triton", "vllm").check(model) == (
+        "the output head is quantized, and vLLM 0.32 does not load such a compressed-tensors checkpoint; leave it as it is (quantize.ignore: [lm_head])"
+    )
+    with pytest.raises(UnsupportedError, match="output head is quantized"):
+        exporter("triton", "vllm").write(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_text_format_quotes_and_nests():
     assert list(text_format({"name": 'a "b"', "dims": [1, -1], "input": [{"name": "x"}, {"name": "y"}]})) == [
         'name: "a \\"b\\""', "dims: [1, -1]", "input {", '  name: "x"', "}", "input {", '  name: "y"', "}",

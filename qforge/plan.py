@@ -16,7 +16,7 @@ from qforge.methods.device import check_runs_there, device_of
 from qforge.methods.reads import unread
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model
-from qforge.models.names import HEAD
+from qforge.models.names import HEAD, JOINT
 from qforge.models.tying import shared_table, untied_because
 from qforge.recipe import Recipe
 from qforge.recipe.model import IGNORED, OptionsSection
@@ -119,6 +119,12 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
     if head is not None and head.number is not Number.NF4:
         notes.append(
             f"vLLM 0.32 does not load an artifact whose output head is quantized, tied or not: where it is to run there, leave the head as it is (quantize.ignore: [{HEAD}])"
+        )
+    apart = _apart({p.name: p.scheme for p in layers})
+    if apart:
+        where = f"{apart[0]}{f' and {len(apart) - 1} more' if len(apart) > 1 else ''}"
+        notes.append(
+            f"vLLM 0.32 multiplies these as one linear and does not load an artifact in which they have different schemes: {where}; where it is to run there, give them one"
         )
     more = (_parameters(model) - parameters) * model.dtype.itemsize
     if more:
@@ -331,6 +337,17 @@ def unquantized_bytes(model: Model, quantized: Mapping[str, Scheme]) -> int:
 def export_bytes(type_name: str | None, parameters: int, artifact_bytes: int) -> int:
     """About how large an export gets: as many bytes as its type of floats takes, or as the artifact's integers take."""
     return {"f32": 4, "f16": 2, "bf16": 2}.get(type_name or "", 0) * parameters or artifact_bytes
+
+
+def _apart(schemes: Mapping[str, Scheme | None]) -> list[str]:
+    """Linears that vLLM multiplies as one and that have different schemes, unquantized ones among them: `model.layers.0.self_attn.q_proj, k_proj, v_proj`."""
+    found = []
+    for name in schemes:
+        for first, *others in JOINT.values():
+            block = name.removesuffix(first)
+            if block != name and any(schemes.get(f"{block}{part}", schemes[name]) != schemes[name] for part in others):
+                found.append(", ".join([name, *others]))
+    return found
 
 
 def _parameters(model: Model) -> int:

@@ -18,12 +18,11 @@ from qforge.export.writer import SHARD_BYTES, Piece
 from qforge.layouts.autogptq import AutoGptq
 from qforge.layouts.bits import words_for
 from qforge.models.model import Model
-from qforge.models.names import HEAD
+from qforge.models.names import HEAD, JOINT
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Per, Scheme
 
 _T = TypeVar("_T")
-_JOINT = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ def _joint(settings: Mapping[str, _T]) -> dict[str, _T]:
     """Settings of the linears that vLLM makes of several, by whose names it looks rules up; of those alone whose parts all have the same."""
     found = {}
     for name in settings:
-        for joint, parts in _JOINT.items():
+        for joint, parts in JOINT.items():
             block = name.removesuffix(parts[0])
             own = [f"{block}{part}" for part in parts]
             if block != name and all(n in settings and settings[n] == settings[name] for n in own):

@@ -14,6 +14,7 @@ from qforge.errors import UnsupportedError
 GGUF_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+JOINT = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # linears that vLLM multiplies as one, and its name for that
 _OUTER = (EMBEDDING, "model.norm", HEAD)
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")

@@ -263,3 +263,18 @@ def test_that_vllm_loads_no_quantized_head_is_said(tmp_path: Path) -> None:
     assert told(method="rtn", scheme="int8-channel-sym", ignore=[])
     assert told(method="rtn", scheme="int4-g32-sym", ignore=[])
     assert not told(**QUANTIZE)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"overrides": [{"match": "*.layers.1.self_attn.k_proj", "scheme": "int8-channel-sym"}]}, "model.layers.1.self_attn.q_proj, k_proj, v_proj;"),
+        ({"ignore": ["lm_head", "*.up_proj"]}, "model.layers.0.mlp.gate_proj, up_proj and 2 more;"),
+        ({"overrides": [{"match": "*.down_proj", "scheme": "int8-channel-sym"}]}, None),
+        ({"overrides": [{"match": "*.layers.0.self_attn.[qkv]_proj", "scheme": "int8-channel-sym"}]}, None),
+    ],
+)
+def test_that_vllm_multiplies_linears_together_is_said(tmp_path: Path, more: dict[str, object], told: str | None) -> None:
+    notes = [note for note in planned(tmp_path, quantize={**QUANTIZE, **more}).notes if "as one linear" in note]
+    assert bool(notes) is (told is not None)
+    assert all(str(told) in note for note in notes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from gguf import TokenType
 from tokenizers import Tokenizer
 
 from qforge.errors import ModelError
+from qforge.models.assets import TEMPLATE_FOLDER
 from qforge.models.gguf_config import token_id
 from qforge.models.gguf_header import GgufHeader, read_arrays
 from qforge.models.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
@@ -25,6 +27,7 @@ from qforge.models.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 _KEY = "tokenizer.ggml."
 _ARRAYS = ("tokens", "token_type", "scores", "merges")
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_TEMPLATE = re.compile(r"tokenizer\.chat_template(?:\.([A-Za-z0-9_-]+))?")
 _TRIED_CUTS = 1 << 30  # characters looked at to find how tokens are merged; 262,144 tokens take a twentieth
 # texts that llama.cpp takes for control tokens whatever their type says (llama-vocab.cpp), and those that it always takes for text to show
 _CONTROL_TEXTS = """
@@ -59,7 +62,7 @@ class _Vocabulary:
 
 
 def write_tokenizer(header: GgufHeader, vocab_size: int, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and, where there is one, chat_template.jinja.
+    """Write tokenizer.json, tokenizer_config.json and, where there are any, chat_template.jinja and the templates that have names.
 
     Args:
         vocab_size: tokens that the model embeds.
@@ -82,9 +85,12 @@ def write_tokenizer(header: GgufHeader, vocab_size: int, folder: Path) -> None:
     config: dict[str, Any] = {f"{name}_token": vocabulary.tokens[i] for name, i in vocabulary.named.items()}
     config |= {"clean_up_tokenization_spaces": False, "tokenizer_class": "TokenizersBackend"}  # the class that takes tokenizer.json as it is
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    template = header.metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        (folder / "chat_template.jinja").write_text(template)
+    for key, template in header.metadata.items():
+        named = _TEMPLATE.fullmatch(key)
+        if named and isinstance(template, str):
+            path = folder / TEMPLATE_FOLDER / f"{named[1]}.jinja" if named[1] else folder / "chat_template.jinja"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(template)
 
 
 def _vocabulary(header: GgufHeader, vocab_size: int) -> _Vocabulary:

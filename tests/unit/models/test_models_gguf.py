@@ -6,6 +6,7 @@ import json
 import math
 import re
 import struct
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +140,22 @@ def test_an_f32_file_computes_what_its_model_computes(bases: dict[str, Path], tm
     assert model.tokenizer().encode(text) == AutoTokenizer.from_pretrained(bases[family]).encode(text)
     assert model.tokenizer().get_vocab() == AutoTokenizer.from_pretrained(bases[family]).get_vocab()
     assert model.tokenizer().chat_template == AutoTokenizer.from_pretrained(bases[family]).chat_template
+
+
+def test_templates_that_have_names_come_along(bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_names(w: gguf.GGUFWriter, base: Path) -> None:
+        add(w, base)
+        w.add_string("tokenizer.chat_template.tool_use", "{{ messages[0]['content'] }} with tools")
+        w.add_string("tokenizer.chat_template.../out", "no name of a file")
+
+    add = add_tokenizer
+    monkeypatch.setattr(sys.modules[__name__], "add_tokenizer", with_names)
+    write(tmp_path / "m.gguf", bases["llama"])
+    model = open_model("m.gguf", folder=tmp_path)
+    templates = model.tokenizer().chat_template
+    assert set(templates) == {"default", "tool_use"}
+    asked = model.tokenizer().apply_chat_template([{"role": "user", "content": "grind"}], chat_template="tool_use", tokenize=False)
+    assert asked == "grind with tools"
 
 
 def test_a_quantized_file_is_float16_and_assets_are_made_once(bases: dict[str, Path], tmp_path: Path) -> None:

@@ -190,15 +190,23 @@ class BlockModel:
         """Everything after the last block: yields a function from hidden states `[N, D]` to logits `[N, V]` (position by position), differentiable with `gradients`."""
 
         def logits(hidden: torch.Tensor) -> torch.Tensor:
-            with torch.set_grad_enabled(gradients), _PassedOn() as mode:
-                passed = mode.passed = hidden[None]
-                with self._patched(lambda _: lambda *args, **kwargs: passed):
-                    out: torch.Tensor = self._module(inputs_embeds=hidden[None], use_cache=False).logits[0]
-            return out.float()
+            found = []
+            for piece in hidden.split(self._learned_positions() or max(1, len(hidden))):
+                with torch.set_grad_enabled(gradients), _PassedOn() as mode:
+                    passed = mode.passed = piece[None]
+                    with self._patched(lambda _, passed=passed: lambda *args, **kwargs: passed):
+                        found.append(self._module(inputs_embeds=passed, use_cache=False).logits[0].float())
+            return found[0] if len(found) == 1 else torch.cat(found)
 
         head = {} if self.head_name is None else {self.head_name: self._module.get_output_embeddings()}
         with self._outer(self._module, replace), _rounded_inputs(head, self.own_rounding):
             yield logits
+
+    def _learned_positions(self) -> int | None:
+        """How many positions have embeddings, which a module takes to its inputs whatever becomes of these; None where none have any."""
+        tokens = self._module.get_input_embeddings()
+        others = any(isinstance(m, torch.nn.Embedding) and m is not tokens for m in self._module.modules())
+        return int(self._model.config.max_position_embeddings) if others else None
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[Any]:
@@ -225,7 +233,8 @@ class BlockModel:
             with self.head() as logits:
                 for batch in hidden:
                     logits(batch.reshape(-1, batch.shape[-1]))
-                    yield seen.pop()
+                    yield torch.cat(seen)
+                    seen.clear()
         finally:
             del head.forward
 

@@ -77,3 +77,16 @@ def test_a_chain_of_blocks_computes_what_the_model_does_also_where_blocks_give_t
     with blocks.whole() as module, torch.no_grad():
         theirs = module(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("family", "config"), [("opt", {}), ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2})])
+def test_a_head_takes_more_positions_than_have_embeddings(tmp_path: Path, family: str, config: dict[str, object]) -> None:
+    model = open_model(str(tiny.make(tmp_path / "model", family, layers=2, **config)))
+    blocks = BlockModel(model)
+    hidden = torch.randn(3, 250, blocks.hidden_size, generator=torch.Generator().manual_seed(0))
+    assert hidden[..., 0].numel() > model.config.max_position_embeddings
+    with blocks.head() as logits:
+        together, each = logits(hidden.flatten(0, 1)), [logits(h) for h in hidden]
+    torch.testing.assert_close(together, torch.cat(each))
+    (inputs,) = blocks.head_inputs([hidden])
+    torch.testing.assert_close(inputs, torch.cat([x for h in hidden for x in blocks.head_inputs([h[None]])]))

@@ -3,7 +3,8 @@
 python benchmarks/cuda_budget.py
 
 Needs the packages nvidia-cuda-nvrtc (or PyTorch for CUDA) and triton, whose cuobjdump reads machine code. Exits 1 where a kernel spills registers, multiplies without tensor cores,
-or has products that the compiler lets wait for each other; 3 where something is not installed. None of this is a time: only a GPU tells those (benchmarks/gpu_check.py).
+or has products that the compiler lets wait for each other, or registers that it does not hand over; 3 where something is not installed. None of this is a time: only a GPU tells
+those (benchmarks/gpu_check.py).
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def broken(cost: Cost, said: str) -> list[str]:
         f"{cost.local} bytes or instructions of local memory": cost.local == 0,
         "no tensor-core instruction": cost.matrix > 0,
         "products wait for each other": "serialized" not in said,
+        "registers are not given and taken": "setmaxnreg" not in said,
     }
     return [words for words, kept in rules.items() if not kept]
 

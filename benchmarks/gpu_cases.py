@@ -57,13 +57,16 @@ def in_cuda() -> Iterator[tuple[str, Callable[[], tuple[float, float]]]]:
     if reason := w4.missing(torch.device(DEVICE)):
         print(f"no kernels in CUDA C++: {reason}", flush=True)
         return
-    for text, dtype in (("int4-g128-sym", B), ("int4-g128-asym", H), ("int4-g64-asym", B), ("int4-channel-sym", H), ("int4-g32-asym", B)):
-        short = text == "int4-g32-asym"
+    schemes = (
+        ("int4-g128-sym", B), ("int4-g128-asym", H), ("int4-g64-asym", B), ("int4-channel-sym", H), ("int4-g32-asym", B), ("int4-g256-asym@bf16", B), ("int4-g96-asym", H),
+    )  # fmt: skip
+    for text, dtype in schemes:
+        short = text in ("int4-g32-asym", "int4-g96-asym")
         for few in w4.FEW_OF_SHORT_GROUPS if short else w4.FEW:
-            for rows, shape in ((1, (4096, 4096)), (3, (1032, 1280)), (4, (136, 128))):
+            for rows, shape in ((1, (4096, 4608)), (3, (1032, 768)), (2, (33000, 768)), (4, (136, 768))):  # more tiles than blocks, too
                 yield f"cuda {few}, {text}, {rows} x {shape}", lambda t=text, d=dtype, f=few, r=rows, s=shape: few_case(t, r, s, d, DEVICE, f)
         for many in w4.MANY_OF_SHORT_GROUPS if short else w4.MANY:
-            for parts, rows, shape in ((1, many.rows - 3, (1032, 1280)), (3, 2 * many.rows + 1, (520, 4096)), (2, many.rows, (4096, 1024))):
+            for parts, rows, shape in ((1, many.rows - 3, (1032, 1536)), (3, 2 * many.rows + 1, (520, 4608)), (2, many.rows, (4096, 1536)), (1, 7, (40, 768))):
                 plan = w4.Plan(many, parts)
                 yield f"cuda {plan}, {text}, {rows} x {shape}", lambda t=text, d=dtype, p=plan, r=rows, s=shape: many_case(t, r, s, d, DEVICE, p)
 

@@ -5,17 +5,23 @@ The six functions of NVRTC that this takes are called through ctypes: its Python
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import importlib.util
+import os
+import threading
 from pathlib import Path
 
+import torch
+
 from qforge.errors import QforgeError
-from qforge.files import atomic, cache_folder
+from qforge.files import cache_folder
 from qforge.ops.cuda.source import Source
 
 _STANDARD = ("-std=c++17",)
+_DIGEST = 32  # bytes
 
 
 def missing() -> str | None:
@@ -34,18 +40,35 @@ def compiled(source: Source, architecture: str) -> bytes:
         QforgeError: the compiler refuses the source; with what it says.
     """
     text = [source.code, *(f"{n}\n{h}" for n, h in sorted(source.headers.items())), *_STANDARD, *source.options, architecture, version()]
-    key = hashlib.sha256("\0".join(text).encode()).hexdigest()[:32]
-    path = cache_folder() / "cuda" / f"{source.kernel}-{key}.cubin"
-    if path.exists():
-        return path.read_bytes()
-    code, _ = compile_now(source, architecture)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic(path) as new:
-            new.write_bytes(code)
-    except OSError:
-        pass  # a cache that cannot be written costs time and nothing else
+    name = f"{source.kernel}-{hashlib.sha256('|'.join(text).encode()).hexdigest()[:32]}.cubin"
+    code = _kept(name)
+    if code is None:
+        code, _ = compile_now(source, architecture)
+        _keep(name, code)
     return code
+
+
+def _kept(name: str) -> bytes | None:
+    """What the cache folder has under a name, if it is whole: after its own hash."""
+    try:
+        content = (cache_folder() / "cuda" / name).read_bytes()
+    except (OSError, RuntimeError):  # the latter of a home folder that nobody knows
+        return None
+    digest, code = content[:_DIGEST], content[_DIGEST:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _keep(name: str, code: bytes) -> None:
+    """Several processes may at once. A cache that cannot be written costs time and nothing else."""
+    with contextlib.suppress(OSError, RuntimeError):
+        folder = cache_folder() / "cuda"
+        folder.mkdir(parents=True, exist_ok=True)
+        new = folder / f".{name}.{os.getpid()}-{threading.get_ident()}"
+        try:
+            new.write_bytes(hashlib.sha256(code).digest() + code)
+            os.replace(new, folder / name)
+        finally:
+            new.unlink(missing_ok=True)
 
 
 def compile_now(source: Source, architecture: str, *options: str) -> tuple[bytes, str]:
@@ -73,12 +96,16 @@ def version() -> str:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """NVRTC: the one of the packages that PyTorch depends on, else what the system finds."""
+    """NVRTC: that of PyTorch's CUDA among the packages that are installed, else another, else what the system finds."""
     found = importlib.util.find_spec("nvidia")
     folders = [Path(p) for p in (found.submodule_search_locations or ())] if found else []
-    paths = sorted(p for folder in folders for p in folder.glob("*/lib/libnvrtc.so.*") if "alt" not in p.name)
+    paths = [p for folder in folders for p in sorted(folder.glob("*/lib/libnvrtc.so.*")) if "alt" not in p.name]
+    own = f"libnvrtc.so.{(torch.version.cuda or '').partition('.')[0]}"
     failure: OSError | None = None
-    for name in (*map(str, reversed(paths)), "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"):
+    for name in (*map(str, sorted(paths, key=lambda p: (p.name != own, p.name))), own, "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"):
+        for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*") if "/" in name else ():  # which not every release finds beside itself
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(builtins))
         try:
             return ctypes.CDLL(name)
         except OSError as e:

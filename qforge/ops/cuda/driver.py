@@ -53,13 +53,30 @@ def load(code: bytes, name: str, shared: int) -> Function:
     return Function(function)
 
 
-def launch(function: Function, grid: tuple[int, int, int], threads: int, shared: int, *arguments: torch.Tensor | int | _Map | None, cluster: int = 1) -> None:
-    """Launch on torch's current stream. Tensors are passed by address, None as a null pointer; `cluster`: blocks along the grid's last dimension that run together."""
+def launch(
+    function: Function, device: torch.device, grid: tuple[int, int, int], threads: int, shared: int, *arguments: torch.Tensor | int | _Map | None, cluster: int = 1
+) -> None:  # fmt: skip
+    """Launch on torch's current stream of the function's device. Tensors are passed by address, None as a null pointer.
+
+    Args:
+        cluster: blocks along the grid's last dimension that run together.
+    """
     values = [_value(a) for a in arguments]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
     attribute = _Cluster(_CLUSTER, b"", 1, 1, cluster)
-    config = _Config(*grid, threads, 1, 1, shared, torch.cuda.current_stream().cuda_stream, ctypes.addressof(attribute), int(cluster > 1))
-    _check(_driver().cuLaunchKernelEx(ctypes.byref(config), function.handle, pointers, None), "cuLaunchKernelEx")
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream()
+        _enter(stream)
+        config = _Config(*grid, threads, 1, 1, shared, stream.cuda_stream, ctypes.addressof(attribute), int(cluster > 1))
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), function.handle, pointers, None), "cuLaunchKernelEx")
+
+
+def _enter(stream: torch.cuda.Stream) -> None:
+    """A thread that has not called the runtime yet has no context, which the driver wants: a question to the runtime gives it one."""
+    context = ctypes.c_void_p()
+    _check(_driver().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    if not context:
+        stream.query()
 
 
 def tensor_map(x: torch.Tensor, rows: int, columns: int) -> _Map:

@@ -29,7 +29,8 @@ _SHARED = 226 * 1024  # bytes of shared memory that a block may ask for, with ro
 _FEW_OUTPUTS = 32  # of a warp
 _TOLERANCE = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}  # of two products that are each rounded, of the largest result
 _log = logging.getLogger(__name__)
-_agrees: dict[tuple[Source, torch.device], bool] = {}
+_Key = tuple[Source, int, torch.device]  # the kernel, its parts, and where it runs
+_agrees: dict[_Key, bool] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,39 +103,53 @@ def w4_product(x: torch.Tensor, w: W4, other: Product) -> torch.Tensor | None:
     A kernel is compiled where it runs, by whatever compiler is there: it is used once it has agreed with `other`, on this weight and random numbers.
     """
     rows = len(x)
-    if not (rows <= FEW_ROWS or rows in MANY_ROWS) or missing(x.device) or not _fits(x, w):
+    if not (0 < rows <= FEW_ROWS or rows in MANY_ROWS) or missing(x.device) or not _fits(x, w):
         return None
-    size = (rows, w.out_features, w.steps, processors(x.device), constants(x, w)["RUNS"])
+    constant = constants(x, w)
+    size = (rows, w.out_features, w.steps, processors(x.device), constant["RUNS"])
     if rows > FEW_ROWS:
-        chosen = plan(*size) if _scales_fit(x, w) else None
-        return None if chosen is None else _checked(many_source(constants(x, w), chosen.tile), functools.partial(multiply_many, p=chosen), x, w, other)
+        if not _scales_fit(x, w):
+            return None
+        chosen = plan(*size)
+        return _checked((many_source(constant, chosen.tile), chosen.parts, x.device), functools.partial(multiply_many, p=chosen), x, w, other)
     shape = few(*size)
-    return None if shape is None else _checked(few_source(constants(x, w), shape), functools.partial(multiply_few, shape=shape), x, w, other)
+    return None if shape is None else _checked((few_source(constant, shape), 1, x.device), functools.partial(multiply_few, shape=shape), x, w, other)
 
 
-def _checked(source: Source, multiply: Product, x: torch.Tensor, w: W4, other: Product) -> torch.Tensor | None:
-    key = (source, x.device)
+def _checked(key: _Key, multiply: Product, x: torch.Tensor, w: W4, other: Product) -> torch.Tensor | None:
     if key not in _agrees:
         if torch.cuda.is_current_stream_capturing():
             return None
-        _agrees[key] = _agree(source, multiply, x, w, other)
-    return multiply(x, w) if _agrees[key] else None
-
-
-def _agree(source: Source, multiply: Product, x: torch.Tensor, w: W4, other: Product) -> bool:
-    """Whether a kernel can be compiled and launched, and gives what the other product gives; if not, that is said."""
-    tried = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+        try:
+            problem = _difference(multiply, x, w, other)
+        except torch.OutOfMemoryError:  # another time
+            return None
+        except QforgeError as e:
+            problem = str(e)
+        _settle(key, problem)
+    if not _agrees[key]:
+        return None
     try:
-        y, wanted = multiply(tried, w).float(), other(tried, w).float()
+        return multiply(x, w)
     except QforgeError as e:
-        problem = str(e)
-    else:
-        off = float((y - wanted).abs().max() / wanted.abs().max())
-        if off <= _TOLERANCE[x.dtype]:
-            return True
-        problem = f"it is off by {off:.2g} of the largest result"
-    _log.warning("the GPU kernel %s is not used, and another in its place: %s", source.kernel, problem)
-    return False
+        _settle(key, str(e))
+        return None
+
+
+def _settle(key: _Key, problem: str | None) -> None:
+    _agrees[key] = problem is None
+    if problem is not None:
+        _log.warning("the GPU kernel %s is not used, and another in its place: %s", key[0].kernel, problem)
+
+
+def _difference(multiply: Product, x: torch.Tensor, w: W4, other: Product) -> str | None:
+    """None if a kernel gives what the other product gives, and that twice; else what is wrong."""
+    tried = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(x)
+    y, again, wanted = multiply(tried, w), multiply(tried, w), other(tried, w).float()
+    off = float((y.float() - wanted).abs().max() / wanted.abs().max().clamp(min=torch.finfo(x.dtype).tiny))
+    if not off <= _TOLERANCE[x.dtype]:
+        return f"it is off by {off:.2g} of the largest result"
+    return None if torch.equal(y, again) else "it gives other bits the second time"
 
 
 @functools.cache
@@ -208,7 +223,7 @@ def multiply_few(x: torch.Tensor, w: W4, shape: Few) -> torch.Tensor:
     function = _function(few_source(constants(x, w), shape), _SHARED, x.device)
     y = torch.empty((rows, w.out_features), dtype=x.dtype, device=x.device)
     grid = (min(-(-w.out_features // shape.outputs), shape.blocks * processors(x.device)), 1, 1)
-    driver.launch(function, grid, 32 * shape.wn * shape.wk, shared, x, w.words, w.scales, w.zeros, w.bias, y, rows, w.out_features, w.in_features, w.steps)
+    driver.launch(function, x.device, grid, 32 * shape.wn * shape.wk, shared, x, w.words, w.scales, w.zeros, w.bias, y, rows, w.out_features, w.in_features, w.steps)
     return y
 
 
@@ -221,7 +236,7 @@ def multiply_many(x: torch.Tensor, w: W4, p: Plan) -> torch.Tensor:
     parts = -(-w.steps // part_steps)
     grid = (-(-w.out_features // 128), -(-rows // tile.rows), parts)
     x_map = driver.tensor_map(x, tile.rows, STEP // 2)
-    driver.launch(function, grid, tile.threads, tile.shared, x_map, w.words, w.scales, w.zeros, w.bias, y, rows, w.out_features, w.steps, part_steps, cluster=parts)
+    driver.launch(function, x.device, grid, tile.threads, tile.shared, x_map, w.words, w.scales, w.zeros, w.bias, y, rows, w.out_features, w.steps, part_steps, cluster=parts)
     return y
 
 

@@ -96,6 +96,8 @@ w4_many(const __grid_constant__ TensorMap x, const uint2* __restrict__ words, co
   fetch(ahead[1], 1);
   u32 a[2][4][4];
   float total[ROWS / 2];
+#pragma unroll
+  for (int i = 0; i < ROWS / 2; i++) total[i] = 0.f;  // which wgmma without `add` does not read: unset ones have NVRTC 12.6 let each product wait for the one before
   int stage = 0, phase = 0, stage_before = 0;
   for (int s0 = 0; s0 < steps; s0 += 2) {
 #pragma unroll

@@ -29,7 +29,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("qforge needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	$(PIP) $(TORCH)
-	$(PIP) $(TORCH) -e '.[dev,llamacpp,genai,bitsandbytes,openvino,mlx,triton-server,ray]'
+	$(PIP) $(TORCH) -e '.[dev,llamacpp,genai,bitsandbytes,openvino,mlx,triton-server,ray,serve]'
 	@touch $(READY) $(BUILT)
 
 # Installing the packages has just built the native module; later it is built again where a kernel has changed.

@@ -18,7 +18,7 @@ FLAGS = {
     "compare": ["--gate", "--json", "--out"],
     "generate": ["--activations", "--device", "--json", "--max-tokens", "--prompt", "--prompts", "--seed", "--temperature"],
     "bench": ["--activations", "--device", "--json", "--kv-cache", "--tune"],
-    "serve": ["--activations", "--host", "--port"],
+    "serve": ["--activations", "--device", "--host", "--kv-cache", "--port"],
     "inspect": ["--check", "--json"],
     "recipe": ["init: --out", "validate: --json", "validate: --set"],
     "doctor": ["--json"],

@@ -1,0 +1,42 @@
+"""`qforge serve`: answer HTTP requests in OpenAI's shape with the built-in runtime."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import click
+
+from qforge.cli import options
+from qforge.errors import MissingCapabilityError
+from qforge.scheme import ACTIVATIONS, ACTIVATIONS_MEAN
+
+_PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+
+
+@click.command(name="serve")
+@click.argument("model")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every one of this machine. There are no keys: whoever reaches it may use it."
+)
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: any that is free.")
+@click.option("--activations", default="fp", show_default=True, type=click.Choice(ACTIVATIONS), help=ACTIVATIONS_MEAN)
+@options.kv_cache
+@options.device
+def command(model: str, host: str, port: int, activations: str, kv_cache: str | None, device: options.Device) -> None:
+    """Serve MODEL, under the last part of its name: POST /v1/completions and /v1/chat/completions, streamed or whole, GET /v1/models, /health and /metrics (Prometheus).
+    Needs the extra [serve]."""
+    lacking = [p for p in _PACKAGES if importlib.util.find_spec(p) is None]
+    if lacking:
+        raise MissingCapabilityError(f"{', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not installed: pip install 'qforge[serve]'")
+    from qforge.runtime import LLM
+    from qforge.serve.app import Server
+    from qforge.serve.listening import bind, server_of
+
+    called = Path(model).name or model
+    with bind(host, port) as listens:  # before the model is loaded, which may take minutes
+        llm = LLM(model, activations=activations, device=device.name, tensor_parallel=device.processes, kv_cache=kv_cache)
+        server = server_of(Server(llm, called).app)
+        address, number = listens.getsockname()[:2]
+        click.echo(f"{called} is served on http://{f'[{address}]' if ':' in address else address}:{number}/v1", err=True)
+        server.run(sockets=[listens])

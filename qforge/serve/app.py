@@ -1,0 +1,293 @@
+"""The routes: OpenAI's completions and chat completions, models, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from qforge.errors import QforgeError
+from qforge.runtime.sequence import SamplingParams
+from qforge.serve.asked import Asked, Chat, Completion, read
+from qforge.serve.metrics import Metrics
+from qforge.serve.worker import Overloaded, Piece, Ticket, Worker
+
+if TYPE_CHECKING:
+    from qforge.runtime.llm import LLM
+
+_USUAL_TOKENS = 16  # of a completion, as with OpenAI; a chat may fill the context
+_LOOK_S = 0.5  # between looks whether a client is still there
+_MOST_BYTES = 64 << 20  # of a body
+
+
+class Refused(Exception):
+    """A request that gets another answer than it asked for."""
+
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """One continuation on its way: its place in the answer, and its pieces as they come."""
+
+    index: int
+    ticket: Ticket
+    pieces: asyncio.Queue[Piece]
+
+
+class Server:
+    """The application over one model.
+
+    Args:
+        name: by which clients call it.
+    """
+
+    def __init__(self, llm: LLM, name: str) -> None:
+        self._llm, self._name, self._began = llm, name, int(time.time())
+        self._worker = Worker(llm.engine(), lambda ticket, reason: self._metrics.ended(ticket, reason))
+        self._metrics = Metrics(self._worker.counts)
+        routes = [
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/health", self._health),
+            Route("/metrics", self._figures),
+        ]
+        answers: dict[Any, Any] = {QforgeError: _wrong, Refused: _refused, HTTPException: _not_found, ClientDisconnect: _gone}
+        self.app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=answers)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._worker.start()
+        try:
+            yield
+        finally:
+            await run_in_threadpool(self._worker.stop)
+
+    async def _completions(self, request: Request) -> Response:
+        asked = await self._read(request, Completion)
+        prompts: list[Any] = list(asked.prompts())
+        return await self._answer(request, asked, prompts, asked.sampling(_USUAL_TOKENS), _Completions())
+
+    async def _chat(self, request: Request) -> Response:
+        asked = await self._read(request, Chat)
+        messages = [message.plain() for message in asked.messages]
+        return await self._answer(request, asked, [messages], asked.sampling(self._llm.max_context), _Chats())
+
+    async def _read(self, request: Request, kind: type[Any]) -> Any:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > _MOST_BYTES:
+                raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {_MOST_BYTES:,} bytes")
+        asked = read(kind, bytes(body))
+        if asked.model is not None and asked.model != self._name:
+            raise Refused(HTTPStatus.NOT_FOUND, f"the model {asked.model!r} is not served here; {self._name!r} is")
+        return asked
+
+    async def _answer(self, request: Request, asked: Asked, prompts: list[Any], params: list[SamplingParams], shape: _Shape) -> Response:
+        choices = await run_in_threadpool(self._submit, prompts, params, asyncio.get_running_loop())
+        head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "object": shape.kind, "created": int(time.time()), "model": self._name}
+        if asked.stream:
+            return StreamingResponse(self._events(choices, head | {"object": shape.part_kind}, shape, asked.wants_usage), media_type="text/event-stream")
+        with self._held(choices):
+            tasks = [asyncio.ensure_future(_whole(choice)) for choice in choices]
+            try:
+                left = set(tasks)
+                while left:
+                    done, left = await asyncio.wait(left, timeout=_LOOK_S, return_when=asyncio.FIRST_EXCEPTION)
+                    for task in done:
+                        task.result()
+                    if await request.is_disconnected():
+                        raise ClientDisconnect
+                found = [task.result() for task in tasks]
+            finally:
+                for task in tasks:
+                    task.cancel()
+        return JSONResponse(
+            head | {"choices": [shape.whole(c.index, text, reason) for c, (text, reason) in zip(choices, found, strict=True)], "usage": _usage(choices, len(params))}
+        )
+
+    def _submit(self, prompts: list[Any], params: list[SamplingParams], loop: asyncio.AbstractEventLoop) -> list[Choice]:
+        """Tokenize and queue; all of them or none."""
+        tokens = [self._llm.tokenize(prompt)[1] for prompt in prompts]
+        choices: list[Choice] = []
+        try:
+            for ids in tokens:
+                for one in params:
+                    pieces: asyncio.Queue[Piece] = asyncio.Queue()
+                    ticket = self._worker.submit(ids, one, lambda piece, pieces=pieces: _hand_over(loop, pieces, piece))  # type: ignore[misc]
+                    choices.append(Choice(len(choices), ticket, pieces))
+        except BaseException:
+            self._cancel(choices)
+            raise
+        return choices
+
+    @contextlib.contextmanager
+    def _held(self, choices: list[Choice]) -> Iterator[None]:
+        """Whatever happens, nothing is computed for nobody."""
+        try:
+            yield
+        finally:
+            if any(c.ticket.sequence.finish_reason is None for c in choices):
+                asyncio.get_running_loop().run_in_executor(None, self._cancel, choices)  # it may wait for a step, and the loop must not
+
+    def _cancel(self, choices: list[Choice]) -> None:
+        for choice in choices:
+            self._worker.cancel(choice.ticket)
+
+    async def _events(self, choices: list[Choice], head: dict[str, Any], shape: _Shape, usage: bool) -> AsyncIterator[str]:
+        with self._held(choices):
+            for choice in choices:
+                for first in shape.first(choice.index):
+                    yield _event(head | {"choices": [first]})
+            async for index, piece in _merged(choices):
+                if piece.error is not None:
+                    yield _event(_error(HTTPStatus.INTERNAL_SERVER_ERROR, piece.error))
+                    return
+                if piece.text or piece.finish_reason:
+                    yield _event(head | {"choices": [shape.part(index, piece.text, piece.finish_reason)]})
+            if usage:
+                yield _event(head | {"choices": [], "usage": _usage(choices, len(choices))})
+            yield "data: [DONE]\n\n"
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def _model(self, request: Request) -> Response:
+        if request.path_params["name"] != self._name:
+            raise Refused(HTTPStatus.NOT_FOUND, f"the model {request.path_params['name']!r} is not served here; {self._name!r} is")
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        return {"id": self._name, "object": "model", "created": self._began, "owned_by": "qforge", "max_model_len": self._llm.max_context}
+
+    async def _health(self, request: Request) -> Response:
+        return Response()
+
+    async def _figures(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+class _Shape:
+    """How an answer names its parts."""
+
+    prefix, kind, part_kind = "", "", ""
+
+    def whole(self, index: int, text: str, reason: str) -> dict[str, Any]:
+        """A choice."""
+        raise NotImplementedError
+
+    def first(self, index: int) -> Iterator[dict[str, Any]]:
+        """What a stream begins with."""
+        yield from ()
+
+    def part(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+        """A choice of a stream's event."""
+        raise NotImplementedError
+
+
+class _Completions(_Shape):
+    prefix, kind, part_kind = "cmpl", "text_completion", "text_completion"
+
+    def whole(self, index: int, text: str, reason: str) -> dict[str, Any]:
+        return self.part(index, text, reason)
+
+    def part(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+
+
+class _Chats(_Shape):
+    prefix, kind, part_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def whole(self, index: int, text: str, reason: str) -> dict[str, Any]:
+        return {"index": index, "message": {"role": "assistant", "content": text}, "logprobs": None, "finish_reason": reason}
+
+    def first(self, index: int) -> Iterator[dict[str, Any]]:
+        yield {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def part(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+        return {"index": index, "delta": {"content": text} if text else {}, "logprobs": None, "finish_reason": reason}
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[Piece], piece: Piece) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the server is ending
+        loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+
+async def _whole(choice: Choice) -> tuple[str, str]:
+    texts = []
+    while True:
+        piece = await choice.pieces.get()
+        if piece.error is not None:
+            raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, piece.error)
+        texts.append(piece.text)
+        if piece.finish_reason is not None:
+            return "".join(texts), piece.finish_reason
+
+
+async def _merged(choices: list[Choice]) -> AsyncIterator[tuple[int, Piece]]:
+    """Pieces of all choices as they come, until all have ended or one has failed."""
+    waiting = {asyncio.ensure_future(choice.pieces.get()): choice for choice in choices}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for future in sorted(done, key=lambda f: waiting[f].index):
+                choice, piece = waiting.pop(future), future.result()
+                if piece.finish_reason is None and piece.error is None:
+                    waiting[asyncio.ensure_future(choice.pieces.get())] = choice
+                yield choice.index, piece
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def _usage(choices: list[Choice], each: int) -> dict[str, int]:
+    """Tokens of prompts, each of which has so many choices, and of what was generated."""
+    prompt = sum(c.ticket.sequence.num_prompt for c in choices[::each])
+    generated = sum(c.ticket.tokens for c in choices)
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+
+
+def _error(status: HTTPStatus, message: str) -> dict[str, Any]:
+    kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": int(status)}}
+
+
+async def _wrong(request: Request, error: Exception) -> Response:
+    status = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, Overloaded) else HTTPStatus.BAD_REQUEST
+    return JSONResponse(_error(status, str(error)), status)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return JSONResponse(_error(error.status, str(error)), error.status)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse(_error(HTTPStatus(error.status_code), f"{request.method} {request.url.path}: {error.detail}"), error.status_code)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=HTTPStatus.BAD_REQUEST)  # nobody reads it

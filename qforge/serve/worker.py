@@ -1,0 +1,161 @@
+"""The thread that steps the engine for everybody, and hands out text as it comes. Standard library and the runtime only."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qforge.errors import QforgeError, UnsupportedError
+from qforge.runtime.sequence import FinishReason, SamplingParams, Sequence
+
+if TYPE_CHECKING:
+    from qforge.runtime.engine import Engine
+
+MOST_WAITING = 1024  # requests that wait for their first step
+
+
+class Overloaded(UnsupportedError):
+    """Too many requests wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What came of a request since the piece before.
+
+    Attributes:
+        text: new text; what may begin a stop string is held back.
+        tokens: generated so far.
+        finish_reason: `stop` or `length` with the last piece, else None.
+        error: why it ended without one.
+    """
+
+    text: str
+    tokens: int
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request on its way.
+
+    Attributes:
+        deliver: called with each piece, in the worker's thread.
+        tokens, characters: handed out so far.
+        began, first: when it came and when its first token did, of `time.monotonic`.
+    """
+
+    sequence: Sequence
+    deliver: Callable[[Piece], None]
+    began: float
+    first: float | None = None
+    tokens: int = 0
+    characters: int = 0
+
+
+class Worker:
+    """Steps an engine, in a thread of its own, while it has requests.
+
+    Args:
+        ended: called with each request that has ended and why: `stop`, `length`, `error` or `cancelled`.
+    """
+
+    def __init__(self, engine: Engine, ended: Callable[[Ticket, str], None] = lambda ticket, reason: None) -> None:
+        self._engine, self._ended = engine, ended
+        self._tickets: dict[int, Ticket] = {}
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="qforge-serve", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Cancel what is left, and end."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def submit(self, prompt: list[int], params: SamplingParams, deliver: Callable[[Piece], None]) -> Ticket:
+        """Queue a request; `deliver` gets its pieces, the last with a reason or an error.
+
+        Raises:
+            Overloaded: too many wait.
+            DataError: as `Engine.add`.
+        """
+        with self._changed:
+            if self._stopping:
+                raise Overloaded("the server is ending")
+            if len(self._engine.scheduler.waiting) >= MOST_WAITING:
+                raise Overloaded(f"{MOST_WAITING} requests wait already; ask again later")
+            ticket = Ticket(self._engine.add(prompt, params), deliver, time.monotonic())
+            self._tickets[ticket.sequence.id] = ticket
+            self._changed.notify_all()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Drop a request whose client has left; nothing more is delivered. One that has ended stays as it ended."""
+        with self._changed:
+            if ticket.sequence.id in self._tickets:
+                self._engine.cancel(ticket.sequence)
+                self._forget(ticket)
+                self._ended(ticket, "cancelled")
+
+    def counts(self) -> tuple[int, int]:
+        """How many requests run and wait."""
+        return len(self._engine.scheduler.running), len(self._engine.scheduler.waiting)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or self._engine.busy())
+                if self._stopping:
+                    self._fail("the server is ending")
+                    return
+            problem = None
+            try:
+                self._engine.step()
+            except Exception as e:
+                problem = str(e) if isinstance(e, QforgeError) else f"{type(e).__name__}: {e}"
+            with self._changed:
+                self._hand_out(problem)
+
+    def _hand_out(self, problem: str | None) -> None:
+        """What a step gave. A problem is that of the requests which the engine has dropped for it; where it has dropped none, that of all."""
+        dropped = [t for t in self._tickets.values() if t.sequence.finish_reason is FinishReason.CANCELLED]
+        if problem is not None and not dropped:
+            self._fail(problem)
+        for ticket in dropped:
+            self._end(ticket, Piece("", ticket.tokens, error=problem or "the request was dropped"))
+        for ticket in list(self._tickets.values()):
+            sequence = ticket.sequence
+            tokens = len(sequence.tokens) - sequence.num_prompt
+            if tokens == ticket.tokens and sequence.finish_reason is None:
+                continue
+            text = self._engine.text(sequence)
+            piece = Piece(text[ticket.characters :], tokens, str(sequence.finish_reason) if sequence.finish_reason else None)
+            ticket.first = ticket.first or time.monotonic()
+            ticket.tokens, ticket.characters = tokens, len(text)
+            if piece.finish_reason is None:
+                ticket.deliver(piece)
+            else:
+                self._end(ticket, piece)
+
+    def _fail(self, problem: str) -> None:
+        for ticket in list(self._tickets.values()):
+            self._engine.cancel(ticket.sequence)
+            self._end(ticket, Piece("", ticket.tokens, error=problem))
+
+    def _end(self, ticket: Ticket, piece: Piece) -> None:
+        self._forget(ticket)
+        self._ended(ticket, piece.finish_reason or "error")
+        ticket.deliver(piece)
+
+    def _forget(self, ticket: Ticket) -> None:
+        del self._tickets[ticket.sequence.id]
+        self._engine.forget(ticket.sequence)

@@ -1,0 +1,60 @@
+"""`qforge serve` as a process: it says where it listens, ends with 0 when it is told to, and says what is wrong."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+import tiny
+from click.testing import CliRunner
+
+from qforge.cli import serve_command
+from qforge.errors import MissingCapabilityError, UnsupportedError
+
+COMMAND = [sys.executable, "-m", "qforge", "serve"]
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_until_it_is_told_to_end(tmp_path: Path, end: signal.Signals) -> None:
+    folder = tiny.make(tmp_path / "small", layers=1)
+    with subprocess.Popen([*COMMAND, str(folder), "--port", "0"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        watch = threading.Timer(120, process.kill)
+        watch.start()
+        line = process.stderr.readline()
+        found = re.fullmatch(r"small is served on (http://127\.0\.0\.1:\d+/v1)\n", line)
+        assert found, line + process.stderr.read()
+        answer = httpx.post(f"{found[1]}/completions", json={"model": "small", "prompt": "a", "max_tokens": 3, "temperature": 0}, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        process.send_signal(end)
+        assert process.wait(30) == 0
+        assert process.stderr.read() == ""
+        watch.cancel()
+
+
+def test_a_port_that_is_taken_is_said_before_the_model_is_read() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        found = CliRunner().invoke(serve_command.command, ["no such model", "--port", str(taken.getsockname()[1])])
+    assert isinstance(found.exception, UnsupportedError)
+    assert re.search(r"cannot listen on 127\.0\.0\.1, port \d+: Address already in use; choose another", str(found.exception))
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7"])
+def test_a_host_that_is_not_this_machine_is_said(host: str) -> None:
+    found = CliRunner().invoke(serve_command.command, ["no such model", "--host", host])
+    assert isinstance(found.exception, UnsupportedError)
+    assert f"cannot listen on {host}" in str(found.exception)
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_command, "_PACKAGES", ("starlette", "no_such_server"))
+    found = CliRunner().invoke(serve_command.command, ["demo"])
+    assert isinstance(found.exception, MissingCapabilityError)
+    assert str(found.exception) == "no_such_server is not installed: pip install 'qforge[serve]'"

@@ -1,0 +1,262 @@
+"""The server over HTTP, asked by OpenAI's own client: answers are the runtime's, streamed or whole, and what it does not do is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import tiny
+
+from qforge.runtime import LLM, SamplingParams
+from qforge.serve import app as application
+from qforge.serve.app import Server
+from qforge.serve.listening import bind, server_of
+
+MESSAGES = [{"role": "user", "content": "The miller"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make(tmp_path_factory.mktemp("serve") / "tiny", layers=2)
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[str]:
+    with running(LLM(str(folder), max_num_seqs=4)) as url:
+        yield url
+
+
+class running:
+    """A server in a thread, on a port that is free."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.app, self.socket = Server(llm, "tiny"), bind("127.0.0.1", 0)
+        self.server = server_of(self.app.app)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
+
+    def __enter__(self) -> str:
+        self.thread.start()
+        return f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def client(served: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> LLM:
+    return LLM(str(folder))
+
+
+def test_a_completion_is_what_the_runtime_gives(client: openai.OpenAI, alone: LLM) -> None:
+    (want,) = alone.generate(["The miller had"], SamplingParams(max_tokens=16))
+    got = client.completions.create(model="tiny", prompt="The miller had", temperature=0)
+    assert (got.choices[0].text, got.choices[0].finish_reason) == (want.text, "length")
+    assert got.usage is not None
+    assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (len(want.prompt_token_ids), 16)
+    drawn = client.completions.create(model="tiny", prompt=want.prompt_token_ids, temperature=0.9, seed=5, max_tokens=9, extra_body={"top_k": 30, "min_p": 0.01})
+    (want,) = alone.generate([want.prompt_token_ids], SamplingParams(max_tokens=9, temperature=0.9, seed=5, top_k=30, min_p=0.01))
+    assert drawn.choices[0].text == want.text
+
+
+def test_a_chat_goes_through_the_models_template(client: openai.OpenAI, alone: LLM) -> None:
+    (want,) = alone.generate([MESSAGES], SamplingParams(max_tokens=12))
+    got = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0, max_completion_tokens=12)  # type: ignore[arg-type]
+    assert got.choices[0].message.content == want.text
+    parts = [{"role": "user", "content": [{"type": "text", "text": "The "}, {"type": "text", "text": "miller"}]}]
+    assert client.chat.completions.create(model="tiny", messages=parts, temperature=0, max_tokens=12).choices[0].message.content == want.text  # type: ignore[arg-type]
+
+
+def test_a_stream_is_the_same_text_piece_by_piece(client: openai.OpenAI, alone: LLM) -> None:
+    (want,) = alone.generate(["A sack of"], SamplingParams(max_tokens=40))
+    events = list(client.completions.create(model="tiny", prompt="A sack of", temperature=0, max_tokens=40, stream=True, stream_options={"include_usage": True}))
+    assert "".join(e.choices[0].text for e in events if e.choices) == want.text
+    assert len(events) > 5
+    assert [e.choices[0].finish_reason for e in events if e.choices][-1] == "length"
+    assert events[-1].usage is not None
+    assert events[-1].usage.completion_tokens == 40
+    (chat,) = alone.generate([MESSAGES], SamplingParams(max_tokens=20))
+    chunks = list(client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0, max_tokens=20, stream=True))  # type: ignore[call-overload]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == chat.text
+
+
+def test_several_prompts_have_several_choices_each_in_order(client: openai.OpenAI, alone: LLM) -> None:
+    prompts = ["One", "Two more", "Three of them"]
+    got = client.completions.create(model="tiny", prompt=prompts, n=2, temperature=0.8, seed=3, max_tokens=7)
+    want = [alone.generate([p], SamplingParams(max_tokens=7, temperature=0.8, seed=seed))[0].text for p in prompts for seed in (3, 4)]
+    assert [c.text for c in got.choices] == want
+    assert [c.index for c in got.choices] == list(range(6))
+    assert got.usage is not None
+    assert got.usage.prompt_tokens == sum(len(alone.tokenize(p)[1]) for p in prompts)
+    streamed = [""] * 6
+    for event in client.completions.create(model="tiny", prompt=prompts, n=2, temperature=0.8, seed=3, max_tokens=7, stream=True):
+        streamed[event.choices[0].index] += event.choices[0].text
+    assert streamed == want
+
+
+def test_a_stop_string_ends_a_text_and_is_no_part_of_it(client: openai.OpenAI, alone: LLM) -> None:
+    (whole,) = alone.generate(["The miller had"], SamplingParams(max_tokens=30))
+    stop = whole.text[5:8]
+    got = client.completions.create(model="tiny", prompt="The miller had", temperature=0, max_tokens=30, stop=[stop])
+    assert (got.choices[0].text, got.choices[0].finish_reason) == (whole.text[: whole.text.index(stop)], "stop")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("completions", {"prompt": "a", "model": "other"}, 404, "'other' is not served here; 'tiny' is"),
+        ("completions", {"prompt": ""}, 400, "empty"),
+        ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens is 0; it must be at least 1"),
+        ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature is -1"),
+        ("completions", {"prompt": "a", "temperature": "hot"}, 400, "temperature: Input should be a valid number"),
+        ("completions", {"prompt": [1, 2, 10**6]}, 400, "not in the model's vocabulary"),
+        ("completions", {"prompt": [5] * 300}, 400, "leaves no room in the model's context"),
+        ("completions", {"max_tokens": 3}, 400, "prompt: Field required"),
+        ("completions", {"prompt": "a", "logprobs": 3}, 400, "`logprobs` is not supported here"),
+        ("completions", {"prompt": "a", "presence_penalty": 0.5}, 400, "`presence_penalty` is not supported here, only 0"),
+        ("completions", {"prompt": "a", "echo": True}, 400, "`echo` is not supported here, only false"),
+        ("completions", {"prompt": "a", "beams": 2}, 400, "`beams` is not known here"),
+        ("completions", {"prompt": "a", "n": 0}, 400, "n: Input should be greater than or equal to 1"),
+        ("chat/completions", {"messages": []}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, "a part that is no text"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "`tools` is not supported here"),
+        ("chat/completions", {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, 400, "tool_calls"),
+        ("embeddings", {"input": "a"}, 404, "Not Found"),
+    ],
+)
+def test_what_is_not_done_is_refused_by_name(served: str, path: str, body: dict[str, object], status: int, says: str) -> None:
+    answer = httpx.post(f"{served}/v1/{path}", json=body)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"prompt": "\\ud800"}'])
+def test_a_body_that_is_none_is_refused(served: str, body: bytes) -> None:
+    assert httpx.post(f"{served}/v1/completions", content=body).status_code == 400
+
+
+def test_fields_that_ask_for_nothing_are_taken(client: openai.OpenAI) -> None:
+    got = client.completions.create(
+        model="tiny", prompt="a", max_tokens=2, logprobs=None, presence_penalty=0, frequency_penalty=0.0, best_of=1, echo=False, user="me", logit_bias={}
+    )
+    assert got.choices[0].finish_reason == "length"
+
+
+def test_models_health_and_metrics(served: str, client: openai.OpenAI) -> None:
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    assert httpx.get(f"{served}/health").status_code == 200
+    before = _figures(served)
+    client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=4, temperature=0, extra_body={"ignore_eos": True})
+    after = _figures(served)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert (grown['qforge_requests_total{reason="length"}'], grown["qforge_prompt_tokens_total"], grown["qforge_generated_tokens_total"]) == (1, 3, 4)
+    assert (grown["qforge_time_to_first_token_seconds_count"], grown["qforge_time_per_output_token_seconds_count"]) == (1, 1)
+    assert (after["qforge_requests_running"], after["qforge_requests_waiting"]) == (0, 0)
+
+
+def _figures(served: str) -> dict[str, float]:
+    lines = [line for line in httpx.get(f"{served}/metrics").text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def _until(condition: object, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_client_that_leaves_stops_what_was_computed_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(application, "_LOOK_S", 0.05)
+    llm = LLM(str(folder), max_num_seqs=2)
+    step = llm.runner.choose
+    monkeypatch.setattr(llm.runner, "choose", lambda *given: (time.sleep(0.05), step(*given))[1])
+    with running(llm) as url:
+        body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+        _until(lambda: _figures(url).get('qforge_requests_total{reason="cancelled"}') == 1)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json={**body, "stream": False}, timeout=0.5)
+        _until(lambda: _figures(url)['qforge_requests_total{reason="cancelled"}'] == 2)
+        assert _figures(url)["qforge_requests_running"] == 0
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+def test_requests_of_many_clients_are_one_batch_and_each_has_its_own_text(folder: Path, alone: LLM) -> None:
+    llm = LLM(str(folder), max_num_seqs=4)
+    sizes: list[int] = []
+    choose = llm.runner.choose
+    llm.runner.choose = lambda step, draws: (sizes.append(len(draws)), time.sleep(0.01), choose(step, draws))[2]  # type: ignore[method-assign]
+    prompts = [f"Sack number {i}" for i in range(9)]
+    found: dict[str, str] = {}
+    with running(llm) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+        def ask(prompt: str) -> None:
+            found[prompt] = client.completions.create(model="tiny", prompt=prompt, temperature=0, max_tokens=20).choices[0].text
+
+        threads = [threading.Thread(target=ask, args=(p,)) for p in prompts]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+    assert found == {p: alone.generate([p], SamplingParams(max_tokens=20))[0].text for p in prompts}
+    assert max(sizes) >= 4
+
+
+def test_a_server_that_ends_ends_what_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qforge.serve import listening
+
+    monkeypatch.setattr(listening, "_GRACE_S", 1)
+    llm = LLM(str(folder))
+    choose = llm.runner.choose
+    llm.runner.choose = lambda step, draws: (time.sleep(0.05), choose(step, draws))[1]  # type: ignore[method-assign]
+    lines: list[str] = []
+
+    def ask(url: str) -> None:
+        body = {"prompt": "a", "max_tokens": 230, "ignore_eos": True, "stream": True}
+        with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            lines.extend(line for line in answer.iter_lines() if line)
+
+    server = running(llm)
+    with server as url:
+        thread = threading.Thread(target=ask, args=(url,))
+        thread.start()
+        _until(lambda: lines or server.app._worker.counts()[0])
+    thread.join(30)
+    assert not thread.is_alive()
+    assert server.app._worker.counts() == (0, 0)
+
+
+def test_logits_that_are_not_finite_are_a_servers_error_of_one_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(folder))
+    choose = llm.runner.choose
+    llm.runner.choose = lambda step, draws: [-1 if d.params.seed == 13 else t for d, t in zip(draws, choose(step, draws), strict=True)]  # type: ignore[method-assign]
+    with running(llm) as url:
+        body = {"prompt": "a", "max_tokens": 3, "seed": 13}
+        answer = httpx.post(f"{url}/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+        assert "not finite" in answer.json()["error"]["message"]
+        events = httpx.post(f"{url}/v1/completions", json={**body, "stream": True}).text.strip().split("\n\n")
+        assert "not finite" in json.loads(events[-1].removeprefix("data: "))["error"]["message"]
+        assert httpx.post(f"{url}/v1/completions", json={**body, "seed": 1}).status_code == 200

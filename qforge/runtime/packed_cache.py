@@ -32,7 +32,7 @@ _LIMIT_GB = "20"  # of all entries together, unless QFORGE_PACKED_GB says otherw
 _DECIDE = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken")  # what a model is read from
 _SETTLED = 2_000_000_000  # ns: a file changed again within the resolution of its file system's clock would look the same
 _ABANDONED = 3600  # seconds after which a half-written file is nobody's any more
-_PROGRAM = (".", "ops", "ops/triton", "runtime", "layouts", "models", "text")  # folders with the code between a model's files and its packed weights
+_PROGRAM = (".", "ops", "ops/cuda", "ops/triton", "runtime", "layouts", "models", "text")  # folders with the code between a model's files and its packed weights
 _LIBRARIES = ("transformers", "tokenizers", "torch", "gguf")  # that read them; that another version was installed is seen on its files, since to ask for its number takes 10 ms
 _log = logging.getLogger(__name__)
 

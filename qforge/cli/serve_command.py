@@ -36,7 +36,8 @@ def command(model: str, host: str, port: int, activations: str, kv_cache: str | 
     called = Path(model).name or model
     with bind(host, port) as listens:  # before the model is loaded, which may take minutes
         llm = LLM(model, activations=activations, device=device.name, tensor_parallel=device.processes, kv_cache=kv_cache)
-        server = server_of(Server(llm, called).app)
+        served = Server(llm, called)
+        server = server_of(served.app, served.stop)
         address, number = listens.getsockname()[:2]
         click.echo(f"{called} is served on http://{f'[{address}]' if ':' in address else address}:{number}/v1", err=True)
         server.run(sockets=[listens])

@@ -114,9 +114,9 @@ class Engine:
         with self._lock:
             if sequence.finish_reason is not None:
                 return
-            self._texts[sequence.id].finish()
             self._drop(sequence)
             self._end_turn()
+            self._texts[sequence.id].finish()  # last: whatever a tokenizer raises, the request has ended
 
     def text(self, sequence: Sequence) -> str:
         """Text of the continuation so far (complete once the sequence is finished)."""

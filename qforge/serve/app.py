@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
 import uuid
@@ -19,18 +20,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from qforge.errors import QforgeError
+from qforge.errors import DataError, QforgeError
 from qforge.runtime.sequence import SamplingParams
 from qforge.serve.asked import Asked, Chat, Completion, read
 from qforge.serve.metrics import Metrics
-from qforge.serve.worker import Overloaded, Piece, Ticket, Worker
+from qforge.serve.worker import ENDING, MOST_WAITING, Overloaded, Piece, Ticket, Worker
 
 if TYPE_CHECKING:
     from qforge.runtime.llm import LLM
 
 _USUAL_TOKENS = 16  # of a completion, as with OpenAI; a chat may fill the context
 _LOOK_S = 0.5  # between looks whether a client is still there
-_MOST_BYTES = 64 << 20  # of a body
+_MOST_BYTES = 8 << 20  # of a body
 
 
 class Refused(Exception):
@@ -39,6 +40,10 @@ class Refused(Exception):
     def __init__(self, status: HTTPStatus, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+class Failed(Refused):
+    """One that was begun and came to no end; it is counted as that."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,8 +74,12 @@ class Server:
             Route("/health", self._health),
             Route("/metrics", self._figures),
         ]
-        answers: dict[Any, Any] = {QforgeError: _wrong, Refused: _refused, HTTPException: _not_found, ClientDisconnect: _gone}
+        answers: dict[Any, Any] = {QforgeError: self._wrong, Refused: self._refused, HTTPException: _not_found, ClientDisconnect: _gone}
         self.app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=answers)
+
+    def stop(self) -> None:
+        """End what is computed, each request with an error that says so."""
+        self._worker.stop()
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -81,14 +90,14 @@ class Server:
             await run_in_threadpool(self._worker.stop)
 
     async def _completions(self, request: Request) -> Response:
-        asked = await self._read(request, Completion)
+        began, asked = time.monotonic(), await self._read(request, Completion)
         prompts: list[Any] = list(asked.prompts())
-        return await self._answer(request, asked, prompts, asked.sampling(_USUAL_TOKENS), _Completions())
+        return await self._answer(request, asked, prompts, asked.sampling(_USUAL_TOKENS), _Completions(), began)
 
     async def _chat(self, request: Request) -> Response:
-        asked = await self._read(request, Chat)
+        began, asked = time.monotonic(), await self._read(request, Chat)
         messages = [message.plain() for message in asked.messages]
-        return await self._answer(request, asked, [messages], asked.sampling(self._llm.max_context), _Chats())
+        return await self._answer(request, asked, [messages], asked.sampling(self._llm.max_context), _Chats(), began)
 
     async def _read(self, request: Request, kind: type[Any]) -> Any:
         body = bytearray()
@@ -96,16 +105,16 @@ class Server:
             body += part
             if len(body) > _MOST_BYTES:
                 raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {_MOST_BYTES:,} bytes")
-        asked = read(kind, bytes(body))
+        asked = await run_in_threadpool(read, kind, bytes(body))
         if asked.model is not None and asked.model != self._name:
             raise Refused(HTTPStatus.NOT_FOUND, f"the model {asked.model!r} is not served here; {self._name!r} is")
         return asked
 
-    async def _answer(self, request: Request, asked: Asked, prompts: list[Any], params: list[SamplingParams], shape: _Shape) -> Response:
-        choices = await run_in_threadpool(self._submit, prompts, params, asyncio.get_running_loop())
+    async def _answer(self, request: Request, asked: Asked, prompts: list[Any], params: list[SamplingParams], shape: _Shape, began: float) -> Response:
+        choices = await run_in_threadpool(self._submit, prompts, params, asyncio.get_running_loop(), began)
         head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "object": shape.kind, "created": int(time.time()), "model": self._name}
         if asked.stream:
-            return StreamingResponse(self._events(choices, head | {"object": shape.part_kind}, shape, asked.wants_usage), media_type="text/event-stream")
+            return StreamingResponse(self._events(choices, head | {"object": shape.part_kind}, shape, len(params) if asked.wants_usage else 0), media_type="text/event-stream")
         with self._held(choices):
             tasks = [asyncio.ensure_future(_whole(choice)) for choice in choices]
             try:
@@ -124,20 +133,20 @@ class Server:
             head | {"choices": [shape.whole(c.index, text, reason) for c, (text, reason) in zip(choices, found, strict=True)], "usage": _usage(choices, len(params))}
         )
 
-    def _submit(self, prompts: list[Any], params: list[SamplingParams], loop: asyncio.AbstractEventLoop) -> list[Choice]:
+    def _submit(self, prompts: list[Any], params: list[SamplingParams], loop: asyncio.AbstractEventLoop, began: float) -> list[Choice]:
         """Tokenize and queue; all of them or none."""
-        tokens = [self._llm.tokenize(prompt)[1] for prompt in prompts]
-        choices: list[Choice] = []
-        try:
-            for ids in tokens:
-                for one in params:
-                    pieces: asyncio.Queue[Piece] = asyncio.Queue()
-                    ticket = self._worker.submit(ids, one, lambda piece, pieces=pieces: _hand_over(loop, pieces, piece))  # type: ignore[misc]
-                    choices.append(Choice(len(choices), ticket, pieces))
-        except BaseException:
-            self._cancel(choices)
-            raise
-        return choices
+        if len(prompts) * len(params) > MOST_WAITING:
+            raise DataError(f"{len(prompts) * len(params):,} continuations are asked for at once, and {MOST_WAITING:,} may wait; ask for fewer")
+        queues: list[asyncio.Queue[Piece]] = [asyncio.Queue() for _ in range(len(prompts) * len(params))]
+        tokens = []
+        for number, prompt in enumerate(prompts, 1):
+            try:
+                tokens.append(self._llm.tokenize(prompt)[1])
+            except DataError as e:
+                raise DataError(f"prompt {number} of {len(prompts)}: {e}" if len(prompts) > 1 else f"the prompt: {e}") from e
+        asked = [(ids, one) for ids in tokens for one in params]
+        tickets = self._worker.submit([(ids, one, functools.partial(_hand_over, loop, queue)) for (ids, one), queue in zip(asked, queues, strict=True)], began)
+        return [Choice(i, ticket, queue) for i, (ticket, queue) in enumerate(zip(tickets, queues, strict=True))]
 
     @contextlib.contextmanager
     def _held(self, choices: list[Choice]) -> Iterator[None]:
@@ -152,19 +161,20 @@ class Server:
         for choice in choices:
             self._worker.cancel(choice.ticket)
 
-    async def _events(self, choices: list[Choice], head: dict[str, Any], shape: _Shape, usage: bool) -> AsyncIterator[str]:
+    async def _events(self, choices: list[Choice], head: dict[str, Any], shape: _Shape, usage: int) -> AsyncIterator[str]:
+        """`usage`: choices of each prompt if tokens are to be counted at the end, else 0."""
         with self._held(choices):
             for choice in choices:
                 for first in shape.first(choice.index):
                     yield _event(head | {"choices": [first]})
             async for index, piece in _merged(choices):
                 if piece.error is not None:
-                    yield _event(_error(HTTPStatus.INTERNAL_SERVER_ERROR, piece.error))
+                    yield _event(_error(_status(piece.error), piece.error))
                     return
                 if piece.text or piece.finish_reason:
                     yield _event(head | {"choices": [shape.part(index, piece.text, piece.finish_reason)]})
             if usage:
-                yield _event(head | {"choices": [], "usage": _usage(choices, len(choices))})
+                yield _event(head | {"choices": [], "usage": _usage(choices, usage)})
             yield "data: [DONE]\n\n"
 
     async def _models(self, request: Request) -> Response:
@@ -179,10 +189,23 @@ class Server:
         return {"id": self._name, "object": "model", "created": self._began, "owned_by": "qforge", "max_model_len": self._llm.max_context}
 
     async def _health(self, request: Request) -> Response:
+        if not self._worker.alive():
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "nothing is computed any more")
         return Response()
 
     async def _figures(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _wrong(self, request: Request, error: Exception) -> Response:
+        self._metrics.refused()
+        status = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, Overloaded) else HTTPStatus.BAD_REQUEST
+        return JSONResponse(_error(status, str(error)), status)
+
+    async def _refused(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, Refused)
+        if not isinstance(error, Failed) and request.method == "POST":
+            self._metrics.refused()
+        return JSONResponse(_error(error.status, str(error)), error.status)
 
 
 class _Shape:
@@ -236,7 +259,7 @@ async def _whole(choice: Choice) -> tuple[str, str]:
     while True:
         piece = await choice.pieces.get()
         if piece.error is not None:
-            raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, piece.error)
+            raise Failed(_status(piece.error), piece.error)
         texts.append(piece.text)
         if piece.finish_reason is not None:
             return "".join(texts), piece.finish_reason
@@ -269,24 +292,18 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
+def _status(problem: str) -> HTTPStatus:
+    return HTTPStatus.SERVICE_UNAVAILABLE if problem == ENDING else HTTPStatus.INTERNAL_SERVER_ERROR
+
+
 def _error(status: HTTPStatus, message: str) -> dict[str, Any]:
     kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": int(status)}}
 
 
-async def _wrong(request: Request, error: Exception) -> Response:
-    status = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, Overloaded) else HTTPStatus.BAD_REQUEST
-    return JSONResponse(_error(status, str(error)), status)
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return JSONResponse(_error(error.status, str(error)), error.status)
-
-
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return JSONResponse(_error(HTTPStatus(error.status_code), f"{request.method} {request.url.path}: {error.detail}"), error.status_code)
+    return JSONResponse(_error(HTTPStatus(error.status_code), f"{request.method} {request.url.path}: {error.detail}"), error.status_code, headers=error.headers)
 
 
 async def _gone(request: Request, error: Exception) -> Response:

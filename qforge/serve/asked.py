@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -17,11 +17,18 @@ _IDLE: dict[str, tuple[Any, ...] | None] = {
     "metadata": None, "store": None, "service_tier": None, "safety_identifier": None, "prompt_cache_key": None,
 }  # fmt: skip
 MOST_CHOICES = 128
+_MOST_STOPS, _LONGEST_STOP = 16, 256
 _T = TypeVar("_T", bound="Asked")
+
+
+_Texts = Annotated[list[str], Field(fail_fast=True)]  # else each wrong element is an error that is kept, of as many as a body holds
+_Ids = Annotated[list[int], Field(fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
     """What a stream says at its end."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
 
@@ -39,8 +46,8 @@ class Asked(BaseModel):
     min_p: float | None = None
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | _Texts | None = None
+    stop_token_ids: _Ids | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -51,12 +58,14 @@ class Asked(BaseModel):
         Raises:
             DataError: a value is not possible.
         """
-        top_k = max(0, self.top_k or 0)  # -1 is all, as vLLM has it
+        top_k = 0 if self.top_k in (None, -1) else self.top_k  # -1 is all, as vLLM has it
         most, temperature = usual_tokens if self.max_tokens is None else self.max_tokens, 1.0 if self.temperature is None else self.temperature
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stop) > _MOST_STOPS or any(len(s) > _LONGEST_STOP for s in stop):
+            raise DataError(f"`stop` has {len(stop):,} strings; at most {_MOST_STOPS} of at most {_LONGEST_STOP} characters are looked for, after every token of everybody")
         return [
             SamplingParams(
-                max_tokens=most, temperature=temperature, top_k=top_k, top_p=1.0 if self.top_p is None else self.top_p, min_p=self.min_p or 0.0,
+                max_tokens=most, temperature=temperature, top_k=top_k or 0, top_p=1.0 if self.top_p is None else self.top_p, min_p=self.min_p or 0.0,
                 seed=None if self.seed is None else self.seed + i, stop=stop, stop_token_ids=tuple(self.stop_token_ids or ()), ignore_eos=bool(self.ignore_eos),
             )
             for i in range(self.n or 1)
@@ -73,18 +82,22 @@ class Asked(BaseModel):
         Raises:
             UnsupportedError: a field asks for it.
         """
+        if self.stream_options is not None and not self.stream:
+            raise UnsupportedError("`stream_options` are of a stream, and `stream` is not asked for")
         for name, value in (self.model_extra or {}).items():
+            if value is None:
+                continue
             if name not in _IDLE:
-                raise UnsupportedError(f"`{name}` is not known here")
+                raise UnsupportedError(f"`{name[:80]}` is not known here")
             idle = _IDLE[name]
-            if value is not None and idle is not None and not any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in idle):
+            if idle is not None and not any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in idle):
                 raise UnsupportedError(f"`{name}` is not supported here, only {' or '.join(json.dumps(one) for one in idle)}")
 
 
 class Completion(Asked):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | _Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt, a text or token ids."""
@@ -98,7 +111,7 @@ class Completion(Asked):
 class Part(BaseModel):
     """A part of a message's content."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
 
     type: str
     text: str | None = None
@@ -110,7 +123,8 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str
-    content: str | list[Part] | None = None
+    name: str | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it.
@@ -118,25 +132,27 @@ class Message(BaseModel):
         Raises:
             UnsupportedError: it is not text.
         """
-        more = [name for name, value in (self.model_extra or {}).items() if value is not None and name != "name"]
+        more = [name[:80] for name, value in (self.model_extra or {}).items() if value not in (None, [])]
         if more or self.content is None:
             raise UnsupportedError(f"a message of {self.role!r} has {', '.join(more) or 'no content'}; messages of text are taken here")
-        if isinstance(self.content, str):
-            return {"role": self.role, "content": self.content}
-        if any(part.type != "text" or part.text is None for part in self.content):
-            raise UnsupportedError(f"a message of {self.role!r} has a part that is no text")
-        return {"role": self.role, "content": "".join(part.text or "" for part in self.content)}
+        parts = [] if isinstance(self.content, str) else self.content
+        if any(part.type != "text" or part.text is None or part.model_extra for part in parts):
+            raise UnsupportedError(f"a message of {self.role!r} has a part that is not text alone")
+        text = self.content if isinstance(self.content, str) else "".join(part.text or "" for part in parts)
+        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
 
 
 class Chat(Asked):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = None
 
     def sampling(self, usual_tokens: int) -> list[SamplingParams]:
         """See `Asked.sampling`; `max_completion_tokens` is the newer name of `max_tokens`."""
-        return super().sampling(usual_tokens if self.max_completion_tokens is None or self.max_tokens is not None else self.max_completion_tokens)
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+        return super().sampling(usual_tokens)
 
 
 def read(kind: type[_T], body: bytes) -> _T:
@@ -149,7 +165,9 @@ def read(kind: type[_T], body: bytes) -> _T:
     try:
         asked = kind.model_validate_json(body)
     except ValidationError as e:
-        found = dict.fromkeys(f"{'.'.join(str(p) for p in error['loc'][:1]) or 'body'}: {error['msg']}" for error in e.errors())
+        found = dict.fromkeys(
+            f"{'.'.join(str(p) for p in error['loc'][:1]) or 'body'}: {error['msg']}" for error in e.errors(include_url=False, include_context=False, include_input=False)
+        )
         raise DataError("; ".join(found)) from None
     asked.check()
     return asked

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 _GRACE_S = 5  # for requests that run when the server is told to end
+_ANSWERS_S = 3  # for those that are ended then to say so
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -35,12 +38,33 @@ def bind(host: str, port: int) -> socket.socket:
         raise UnsupportedError(f"cannot listen on {host}, port {port}: {why}; choose another --host or --port") from e
 
 
-def server_of(app: Starlette) -> uvicorn.Server:
-    """A server that ends without an error when it is asked to by SIGINT or SIGTERM."""
-    return _Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S, lifespan="on"))
+def server_of(app: Starlette, stop: Callable[[], None]) -> uvicorn.Server:
+    """A server that ends without an error when SIGINT or SIGTERM asks it to: what runs has some seconds; then, or when it is asked again, `stop` ends it."""
+    return _Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S + _ANSWERS_S, lifespan="on"), stop)
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._stop = threading.Thread(target=stop, daemon=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, which at the end of its patience would cancel what runs without an answer."""
+        later = asyncio.get_running_loop().call_later(_GRACE_S, self._end_all)
+        await super().shutdown(sockets)
+        later.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The second time, what runs is ended at once; the third time uvicorn leaves."""
+        if self.should_exit and not self._stop.ident:
+            self._end_all()
+        else:
+            super().handle_exit(sig, frame)
+
+    def _end_all(self) -> None:
+        if not self._stop.ident:
+            self._stop.start()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn's, which sends itself the signal once more at the end: an exit code that says that the process was killed."""

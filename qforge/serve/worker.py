@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qforge.errors import QforgeError, UnsupportedError
+from qforge.errors import DataError, QforgeError, UnsupportedError
 from qforge.runtime.sequence import FinishReason, SamplingParams, Sequence
 
 if TYPE_CHECKING:
     from qforge.runtime.engine import Engine
 
-MOST_WAITING = 1024  # requests that wait for their first step
+MOST_WAITING = 1024  # requests that wait for their turn
+ENDING = "the server is ending"
+_log = logging.getLogger(__name__)
 
 
 class Overloaded(UnsupportedError):
@@ -81,30 +85,48 @@ class Worker:
             self._changed.notify_all()
         self._thread.join()
 
-    def submit(self, prompt: list[int], params: SamplingParams, deliver: Callable[[Piece], None]) -> Ticket:
-        """Queue a request; `deliver` gets its pieces, the last with a reason or an error.
+    def submit(self, requests: list[tuple[list[int], SamplingParams, Callable[[Piece], None]]], began: float) -> list[Ticket]:
+        """Queue requests, (prompt, parameters, deliver) each: all of them or none. `deliver` gets a request's pieces, the last with a reason or an error.
+
+        Args:
+            began: when they came, of `time.monotonic`.
 
         Raises:
             Overloaded: too many wait.
-            DataError: as `Engine.add`.
+            DataError: as `Engine.add`, or there are more than could ever wait.
         """
+        if len(requests) > MOST_WAITING:
+            raise DataError(f"{len(requests):,} continuations are asked for at once, and {MOST_WAITING:,} may wait; ask for fewer")
         with self._changed:
-            if self._stopping:
-                raise Overloaded("the server is ending")
-            if len(self._engine.scheduler.waiting) >= MOST_WAITING:
-                raise Overloaded(f"{MOST_WAITING} requests wait already; ask again later")
-            ticket = Ticket(self._engine.add(prompt, params), deliver, time.monotonic())
-            self._tickets[ticket.sequence.id] = ticket
+            if self._stopping or not self.alive():
+                raise Overloaded(ENDING)
+            if len(self._engine.scheduler.waiting) + len(requests) > MOST_WAITING:
+                raise Overloaded(f"{len(self._engine.scheduler.waiting):,} requests wait already, and at most {MOST_WAITING:,} may; ask again later")
+            tickets: list[Ticket] = []
+            try:
+                for prompt, params, deliver in requests:
+                    tickets.append(Ticket(self._engine.add(prompt, params), deliver, began))
+            except BaseException:
+                for ticket in tickets:
+                    self._engine.cancel(ticket.sequence)
+                    self._engine.forget(ticket.sequence)
+                raise
+            self._tickets |= {ticket.sequence.id: ticket for ticket in tickets}
             self._changed.notify_all()
-        return ticket
+        return tickets
 
     def cancel(self, ticket: Ticket) -> None:
         """Drop a request whose client has left; nothing more is delivered. One that has ended stays as it ended."""
         with self._changed:
             if ticket.sequence.id in self._tickets:
-                self._engine.cancel(ticket.sequence)
+                with contextlib.suppress(Exception):
+                    self._engine.cancel(ticket.sequence)
                 self._forget(ticket)
                 self._ended(ticket, "cancelled")
+
+    def alive(self) -> bool:
+        """Whether it still steps."""
+        return self._thread.is_alive()
 
     def counts(self) -> tuple[int, int]:
         """How many requests run and wait."""
@@ -115,13 +137,14 @@ class Worker:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping or self._engine.busy())
                 if self._stopping:
-                    self._fail("the server is ending")
+                    self._fail(ENDING)
                     return
             problem = None
             try:
                 self._engine.step()
             except Exception as e:
-                problem = str(e) if isinstance(e, QforgeError) else f"{type(e).__name__}: {e}"
+                problem = _told(e)
+                _log.error("a step failed: %s", problem)
             with self._changed:
                 self._hand_out(problem)
 
@@ -133,23 +156,34 @@ class Worker:
         for ticket in dropped:
             self._end(ticket, Piece("", ticket.tokens, error=problem or "the request was dropped"))
         for ticket in list(self._tickets.values()):
-            sequence = ticket.sequence
-            tokens = len(sequence.tokens) - sequence.num_prompt
-            if tokens == ticket.tokens and sequence.finish_reason is None:
+            tokens = len(ticket.sequence.tokens) - ticket.sequence.num_prompt
+            if tokens == ticket.tokens and ticket.sequence.finish_reason is None:
                 continue
-            text = self._engine.text(sequence)
-            piece = Piece(text[ticket.characters :], tokens, str(sequence.finish_reason) if sequence.finish_reason else None)
-            ticket.first = ticket.first or time.monotonic()
-            ticket.tokens, ticket.characters = tokens, len(text)
+            try:
+                piece = self._piece(ticket, tokens)
+            except Exception as e:  # whatever a tokenizer raises
+                self._drop(ticket, _told(e))
+                continue
             if piece.finish_reason is None:
                 ticket.deliver(piece)
             else:
                 self._end(ticket, piece)
 
+    def _piece(self, ticket: Ticket, tokens: int) -> Piece:
+        sequence, text = ticket.sequence, self._engine.text(ticket.sequence)
+        piece = Piece(text[ticket.characters :], tokens, str(sequence.finish_reason) if sequence.finish_reason else None)
+        ticket.first = ticket.first or time.monotonic()
+        ticket.tokens, ticket.characters = tokens, len(text)
+        return piece
+
     def _fail(self, problem: str) -> None:
         for ticket in list(self._tickets.values()):
+            self._drop(ticket, problem)
+
+    def _drop(self, ticket: Ticket, problem: str) -> None:
+        with contextlib.suppress(Exception):  # of a tokenizer
             self._engine.cancel(ticket.sequence)
-            self._end(ticket, Piece("", ticket.tokens, error=problem))
+        self._end(ticket, Piece("", ticket.tokens, error=problem))
 
     def _end(self, ticket: Ticket, piece: Piece) -> None:
         self._forget(ticket)
@@ -159,3 +193,7 @@ class Worker:
     def _forget(self, ticket: Ticket) -> None:
         del self._tickets[ticket.sequence.id]
         self._engine.forget(ticket.sequence)
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, QforgeError) else f"{type(error).__name__}: {error}"

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -33,9 +34,20 @@ def test_it_serves_until_it_is_told_to_end(tmp_path: Path, end: signal.Signals) 
         assert found, line + process.stderr.read()
         answer = httpx.post(f"{found[1]}/completions", json={"model": "small", "prompt": "a", "max_tokens": 3, "temperature": 0}, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 3
+        answers: list[httpx.Response] = []
+        body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "n": 128}  # more than is done before it is told to end
+        asks = threading.Thread(target=lambda: answers.append(httpx.post(f"{found[1]}/completions", json=body, timeout=60)))
+        asks.start()
+        metrics = found[1].replace("/v1", "/metrics")
+        while "qforge_requests_running 0.0" in httpx.get(metrics).text:
+            time.sleep(0.01)
         process.send_signal(end)
+        time.sleep(0.2)
+        process.send_signal(end)  # once more: now, and not when all is done
         assert process.wait(30) == 0
         assert process.stderr.read() == ""
+        asks.join(30)
+        assert answers[0].status_code == 503
         watch.cancel()
 
 

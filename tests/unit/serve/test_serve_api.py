@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
@@ -15,7 +14,10 @@ import pytest
 import tiny
 
 from qforge.runtime import LLM, SamplingParams
+from qforge.runtime.engine import Engine
+from qforge.runtime.sequence import Sequence
 from qforge.serve import app as application
+from qforge.serve import listening
 from qforge.serve.app import Server
 from qforge.serve.listening import bind, server_of
 
@@ -38,7 +40,7 @@ class running:
 
     def __init__(self, llm: LLM) -> None:
         self.app, self.socket = Server(llm, "tiny"), bind("127.0.0.1", 0)
-        self.server = server_of(self.app.app)
+        self.server = server_of(self.app.app, self.app.stop)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
 
     def __enter__(self) -> str:
@@ -103,9 +105,12 @@ def test_several_prompts_have_several_choices_each_in_order(client: openai.OpenA
     assert got.usage is not None
     assert got.usage.prompt_tokens == sum(len(alone.tokenize(p)[1]) for p in prompts)
     streamed = [""] * 6
-    for event in client.completions.create(model="tiny", prompt=prompts, n=2, temperature=0.8, seed=3, max_tokens=7, stream=True):
-        streamed[event.choices[0].index] += event.choices[0].text
+    how = {"stream": True, "stream_options": {"include_usage": True}}
+    for event in client.completions.create(model="tiny", prompt=prompts, n=2, temperature=0.8, seed=3, max_tokens=7, **how):  # type: ignore[call-overload]
+        for choice in event.choices:
+            streamed[choice.index] += choice.text
     assert streamed == want
+    assert event.usage == got.usage
 
 
 def test_a_stop_string_ends_a_text_and_is_no_part_of_it(client: openai.OpenAI, alone: LLM) -> None:
@@ -132,9 +137,18 @@ def test_a_stop_string_ends_a_text_and_is_no_part_of_it(client: openai.OpenAI, a
         ("completions", {"prompt": "a", "beams": 2}, 400, "`beams` is not known here"),
         ("completions", {"prompt": "a", "n": 0}, 400, "n: Input should be greater than or equal to 1"),
         ("chat/completions", {"messages": []}, 400, "messages"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, "a part that is no text"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, "a part that is not text alone"),
         ("chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "`tools` is not supported here"),
-        ("chat/completions", {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, 400, "tool_calls"),
+        ("chat/completions", {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]}, 400, "tool_calls"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}]}, 400, "not text alone"),
+        ("completions", {"prompt": ["a", ""]}, 400, "prompt 2 of 2: it is empty"),
+        ("completions", {"prompt": "a", "top_k": -7}, 400, "top_k is -7"),
+        ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "`stream` is not asked for"),
+        ("completions", {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}}, 400, "stream_options: Extra inputs"),
+        ("completions", {"prompt": "a", "stop": ["x"] * 17}, 400, "`stop` has 17 strings"),
+        ("completions", {"prompt": "a", "stop": "x" * 257}, 400, "at most 16 of at most 256 characters"),
+        ("completions", {"prompt": [[5]] * 600, "n": 2}, 400, "1,200 continuations are asked for at once"),
+        ("completions", {"prompt": [1, "a"] * 1000}, 400, "prompt: Input should be"),
         ("embeddings", {"input": "a"}, 404, "Not Found"),
     ],
 )
@@ -152,10 +166,48 @@ def test_a_body_that_is_none_is_refused(served: str, body: bytes) -> None:
 
 
 def test_fields_that_ask_for_nothing_are_taken(client: openai.OpenAI) -> None:
-    got = client.completions.create(
-        model="tiny", prompt="a", max_tokens=2, logprobs=None, presence_penalty=0, frequency_penalty=0.0, best_of=1, echo=False, user="me", logit_bias={}
-    )
+    idle = {"logprobs": None, "presence_penalty": 0, "frequency_penalty": 0.0, "best_of": 1, "echo": False, "user": "me", "logit_bias": {}, "reasoning_effort": None}
+    got = client.completions.create(model="tiny", prompt="a", max_tokens=2, extra_body=idle)
     assert got.choices[0].finish_reason == "length"
+    chat = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=9, max_completion_tokens=3, extra_body={"ignore_eos": True, "top_k": -1})  # type: ignore[arg-type]
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens == 3  # the newer name's
+
+
+def test_a_method_that_is_none_of_a_routes_is_told_which_are(served: str) -> None:
+    answer = httpx.get(f"{served}/v1/completions")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+
+
+def test_a_list_with_one_prompt_that_does_not_fit_is_refused_whole(served: str) -> None:
+    before = _figures(served)
+    assert httpx.post(f"{served}/v1/completions", json={"prompt": [[5]] * 9 + [[5] * 300], "max_tokens": 200}).status_code == 400
+    after = _figures(served)
+    assert after['qforge_requests_total{reason="refused"}'] == before.get('qforge_requests_total{reason="refused"}', 0) + 1
+    assert after.get('qforge_requests_total{reason="cancelled"}') == before.get('qforge_requests_total{reason="cancelled"}')
+    assert after["qforge_prompt_tokens_total"] == before["qforge_prompt_tokens_total"]
+    assert (after["qforge_requests_running"], after["qforge_requests_waiting"]) == (0, 0)
+
+
+def test_a_text_that_cannot_be_decoded_is_an_error_of_one_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, cancel = Engine.text, Engine.cancel
+
+    def broken(self: Engine, sequence: Sequence) -> str:
+        if sequence.params.seed == 13:
+            raise ValueError("no text")
+        return text(self, sequence)
+
+    def broken_too(self: Engine, sequence: Sequence) -> None:
+        cancel(self, sequence)
+        broken(self, sequence)
+
+    monkeypatch.setattr(Engine, "text", broken)
+    monkeypatch.setattr(Engine, "cancel", broken_too)
+    with running(LLM(str(folder))) as url:
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 9, "seed": 13, "ignore_eos": True})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (500, "ValueError: no text")
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 3, "seed": 1}).status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 200
 
 
 def test_models_health_and_metrics(served: str, client: openai.OpenAI) -> None:
@@ -224,28 +276,27 @@ def test_requests_of_many_clients_are_one_batch_and_each_has_its_own_text(folder
     assert max(sizes) >= 4
 
 
-def test_a_server_that_ends_ends_what_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qforge.serve import listening
-
+def test_a_server_that_ends_tells_those_whose_requests_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "_GRACE_S", 1)
     llm = LLM(str(folder))
     choose = llm.runner.choose
     llm.runner.choose = lambda step, draws: (time.sleep(0.05), choose(step, draws))[1]  # type: ignore[method-assign]
-    lines: list[str] = []
+    answers: dict[bool, httpx.Response] = {}
 
-    def ask(url: str) -> None:
-        body = {"prompt": "a", "max_tokens": 230, "ignore_eos": True, "stream": True}
-        with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-            lines.extend(line for line in answer.iter_lines() if line)
+    def ask(url: str, stream: bool) -> None:
+        answers[stream] = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 230, "ignore_eos": True, "stream": stream}, timeout=60)
 
     server = running(llm)
     with server as url:
-        thread = threading.Thread(target=ask, args=(url,))
-        thread.start()
-        _until(lambda: lines or server.app._worker.counts()[0])
-    thread.join(30)
-    assert not thread.is_alive()
+        threads = [threading.Thread(target=ask, args=(url, stream)) for stream in (False, True)]
+        for thread in threads:
+            thread.start()
+        _until(lambda: server.app._worker.counts()[0] == 2)
+    for thread in threads:
+        thread.join(30)
     assert server.app._worker.counts() == (0, 0)
+    assert (answers[False].status_code, answers[False].json()["error"]["message"]) == (503, "the server is ending")
+    assert "the server is ending" in answers[True].text.strip().split("\n\n")[-1]
 
 
 def test_logits_that_are_not_finite_are_a_servers_error_of_one_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qforge.errors import DataError, QforgeError, UnsupportedError
+from qforge.errors import QforgeError, UnsupportedError
 from qforge.runtime.sequence import FinishReason, SamplingParams, Sequence
 
 if TYPE_CHECKING:
@@ -93,10 +93,8 @@ class Worker:
 
         Raises:
             Overloaded: too many wait.
-            DataError: as `Engine.add`, or there are more than could ever wait.
+            DataError: as `Engine.add`.
         """
-        if len(requests) > MOST_WAITING:
-            raise DataError(f"{len(requests):,} continuations are asked for at once, and {MOST_WAITING:,} may wait; ask for fewer")
         with self._changed:
             if self._stopping or not self.alive():
                 raise Overloaded(ENDING)

@@ -30,8 +30,8 @@ def command(model: str, host: str, port: int, activations: str, kv_cache: str | 
     if lacking:
         raise MissingCapabilityError(f"{', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not installed: pip install 'qforge[serve]'")
     from qforge.runtime import LLM
-    from qforge.serve.app import Server
-    from qforge.serve.listening import bind, server_of
+    from qforge.serve.starlette_app import Server
+    from qforge.serve.uvicorn_server import bind, server_of
 
     called = Path(model).name or model
     with bind(host, port) as listens:  # before the model is loaded, which may take minutes

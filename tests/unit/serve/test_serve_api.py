@@ -16,10 +16,10 @@ import tiny
 from qforge.runtime import LLM, SamplingParams
 from qforge.runtime.engine import Engine
 from qforge.runtime.sequence import Sequence
-from qforge.serve import app as application
-from qforge.serve import listening
-from qforge.serve.app import Server
-from qforge.serve.listening import bind, server_of
+from qforge.serve import starlette_app as application
+from qforge.serve import uvicorn_server as listening
+from qforge.serve.starlette_app import Server
+from qforge.serve.uvicorn_server import bind, server_of
 
 MESSAGES = [{"role": "user", "content": "The miller"}]
 

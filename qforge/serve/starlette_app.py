@@ -23,7 +23,7 @@ from starlette.routing import Route
 from qforge.errors import DataError, QforgeError
 from qforge.runtime.sequence import SamplingParams
 from qforge.serve.asked import Asked, Chat, Completion, read
-from qforge.serve.metrics import Metrics
+from qforge.serve.prometheus_client_metrics import Metrics
 from qforge.serve.worker import ENDING, MOST_WAITING, Overloaded, Piece, Ticket, Worker
 
 if TYPE_CHECKING:

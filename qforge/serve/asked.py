@@ -58,14 +58,14 @@ class Asked(BaseModel):
         Raises:
             DataError: a value is not possible.
         """
-        top_k = 0 if self.top_k in (None, -1) else self.top_k  # -1 is all, as vLLM has it
+        top_k = 0 if self.top_k is None or self.top_k == -1 else self.top_k  # -1 is all, as vLLM has it
         most, temperature = usual_tokens if self.max_tokens is None else self.max_tokens, 1.0 if self.temperature is None else self.temperature
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stop) > _MOST_STOPS or any(len(s) > _LONGEST_STOP for s in stop):
             raise DataError(f"`stop` has {len(stop):,} strings; at most {_MOST_STOPS} of at most {_LONGEST_STOP} characters are looked for, after every token of everybody")
         return [
             SamplingParams(
-                max_tokens=most, temperature=temperature, top_k=top_k or 0, top_p=1.0 if self.top_p is None else self.top_p, min_p=self.min_p or 0.0,
+                max_tokens=most, temperature=temperature, top_k=top_k, top_p=1.0 if self.top_p is None else self.top_p, min_p=self.min_p or 0.0,
                 seed=None if self.seed is None else self.seed + i, stop=stop, stop_token_ids=tuple(self.stop_token_ids or ()), ignore_eos=bool(self.ignore_eos),
             )
             for i in range(self.n or 1)

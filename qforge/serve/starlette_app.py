@@ -208,45 +208,37 @@ class Server:
         return JSONResponse(_error(error.status, str(error)), error.status)
 
 
-class _Shape:
-    """How an answer names its parts."""
+class _Completions:
+    """How an answer to a completion names its parts: whole choices, what a stream begins with, and choices of its events."""
 
-    prefix, kind, part_kind = "", "", ""
-
-    def whole(self, index: int, text: str, reason: str) -> dict[str, Any]:
-        """A choice."""
-        raise NotImplementedError
-
-    def first(self, index: int) -> Iterator[dict[str, Any]]:
-        """What a stream begins with."""
-        yield from ()
-
-    def part(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        """A choice of a stream's event."""
-        raise NotImplementedError
-
-
-class _Completions(_Shape):
     prefix, kind, part_kind = "cmpl", "text_completion", "text_completion"
 
     def whole(self, index: int, text: str, reason: str) -> dict[str, Any]:
         return self.part(index, text, reason)
 
+    def first(self, index: int) -> tuple[dict[str, Any], ...]:
+        return ()
+
     def part(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
 
-class _Chats(_Shape):
+class _Chats:
+    """The same of a chat."""
+
     prefix, kind, part_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def whole(self, index: int, text: str, reason: str) -> dict[str, Any]:
         return {"index": index, "message": {"role": "assistant", "content": text}, "logprobs": None, "finish_reason": reason}
 
-    def first(self, index: int) -> Iterator[dict[str, Any]]:
-        yield {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    def first(self, index: int) -> tuple[dict[str, Any], ...]:
+        return ({"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None},)
 
     def part(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
         return {"index": index, "delta": {"content": text} if text else {}, "logprobs": None, "finish_reason": reason}
+
+
+_Shape = _Completions | _Chats
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[Piece], piece: Piece) -> None:

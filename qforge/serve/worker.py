@@ -31,13 +31,11 @@ class Piece:
 
     Attributes:
         text: new text; what may begin a stop string is held back.
-        tokens: generated so far.
         finish_reason: `stop` or `length` with the last piece, else None.
         error: why it ended without one.
     """
 
     text: str
-    tokens: int
     finish_reason: str | None = None
     error: str | None = None
 
@@ -152,7 +150,7 @@ class Worker:
         if problem is not None and not dropped:
             self._fail(problem)
         for ticket in dropped:
-            self._end(ticket, Piece("", ticket.tokens, error=problem or "the request was dropped"))
+            self._end(ticket, Piece("", error=problem or "the request was dropped"))
         for ticket in list(self._tickets.values()):
             tokens = len(ticket.sequence.tokens) - ticket.sequence.num_prompt
             if tokens == ticket.tokens and ticket.sequence.finish_reason is None:
@@ -169,7 +167,7 @@ class Worker:
 
     def _piece(self, ticket: Ticket, tokens: int) -> Piece:
         sequence, text = ticket.sequence, self._engine.text(ticket.sequence)
-        piece = Piece(text[ticket.characters :], tokens, str(sequence.finish_reason) if sequence.finish_reason else None)
+        piece = Piece(text[ticket.characters :], str(sequence.finish_reason) if sequence.finish_reason else None)
         ticket.first = ticket.first or time.monotonic()
         ticket.tokens, ticket.characters = tokens, len(text)
         return piece
@@ -181,7 +179,7 @@ class Worker:
     def _drop(self, ticket: Ticket, problem: str) -> None:
         with contextlib.suppress(Exception):  # of a tokenizer
             self._engine.cancel(ticket.sequence)
-        self._end(ticket, Piece("", ticket.tokens, error=problem))
+        self._end(ticket, Piece("", error=problem))
 
     def _end(self, ticket: Ticket, piece: Piece) -> None:
         self._forget(ticket)

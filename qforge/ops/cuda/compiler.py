@@ -1,6 +1,6 @@
 """Compile CUDA C++ with NVRTC, which PyTorch's CUDA builds bring, and keep what was compiled in the cache folder.
 
-The six functions of NVRTC that this takes are called through ctypes: its Python bindings (cuda-bindings) would be one more package to match with PyTorch's CUDA.
+What this takes of NVRTC is called through ctypes: its Python bindings (cuda-bindings) would be one more package to match with PyTorch's CUDA.
 """
 
 from __future__ import annotations

@@ -106,6 +106,8 @@ def w4_product(x: torch.Tensor, w: W4, other: Product) -> torch.Tensor | None:
     if not (0 < rows <= FEW_ROWS or rows in MANY_ROWS) or missing(x.device) or not _fits(x, w):
         return None
     constant = constants(x, w)
+    if constant["RUNS"] > _MOST_RUNS:
+        return None
     size = (rows, w.out_features, w.steps, processors(x.device), constant["RUNS"])
     if rows > FEW_ROWS:
         if not _scales_fit(x, w):
@@ -192,7 +194,7 @@ def _microseconds(p: Plan, rows: int, outputs: int, steps: int, count: int) -> f
 def _fits(x: torch.Tensor, w: W4) -> bool:
     """Whether what is read together lies together."""
     aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (x, w.words, w.bias)) and w.in_features % _ALIGNED == 0 and w.out_features % _ALIGNED == 0
-    return aligned and w.out_features >= _FEW_OUTPUTS and x.dtype in (torch.float16, torch.bfloat16) and constants(x, w)["RUNS"] <= _MOST_RUNS
+    return aligned and w.out_features >= _FEW_OUTPUTS and x.dtype in (torch.float16, torch.bfloat16)
 
 
 def _scales_fit(x: torch.Tensor, w: W4) -> bool:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from qforge.errors import DataError, ModelError, UnsupportedError
 from qforge.runtime import LLM, SamplingParams
+from qforge.runtime.detokenize import Detokenizer
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +185,19 @@ def test_a_request_whose_logits_are_not_finite_ends_with_a_message(tmp_path: Pat
     while engine.busy():
         engine.step()
     assert (good.generated, str(bad.finish_reason)) == (wanted, "cancelled")
+
+
+def test_a_request_is_cancelled_also_where_its_text_cannot_be_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Detokenizer) -> bool:
+        raise ValueError("no text")
+
+    engine = LLM(str(folder("mistral"))).engine()
+    request = engine.add([3, 4, 5], SamplingParams(max_tokens=6))
+    engine.step()
+    monkeypatch.setattr(Detokenizer, "finish", fails)
+    with pytest.raises(ValueError, match="no text"):
+        engine.cancel(request)
+    assert (str(request.finish_reason), engine.busy()) == ("cancelled", False)
 
 
 @pytest.mark.parametrize("token", [-1, 384, 2_000_000_000, -200_000_000])

@@ -32,6 +32,8 @@ from qforge.models.spec import model_spec
 from qforge.ops.layers import AttentionParameters
 from qforge.ops.triton.present import missing
 from qforge.qlinear import QuantizedLinear
+from qforge.runtime.blocks import BlockPool
+from qforge.runtime.cache_turn import CacheTurn
 from qforge.runtime.decode_graphs import Capture, cuda_capture
 from qforge.runtime.engine import Engine
 from qforge.runtime.gpu_decoder import GpuDecoder
@@ -107,7 +109,7 @@ def random_weights(spec: ModelSpec, place: Gpu, scheme: str, tied: bool) -> Weig
 
 def engine(runner: GpuDecoder, blocks: int, most: int) -> Engine:
     """A fresh engine over a runner's weights and cache."""
-    return Engine(runner, Mute(), num_blocks=blocks, block_size=BLOCK, max_num_seqs=most, max_step_tokens=2048, max_context=CONTEXT, end_ids=frozenset())  # type: ignore[arg-type]
+    return Engine(runner, Mute(), turn=CacheTurn(BlockPool(blocks)), block_size=BLOCK, max_num_seqs=most, max_step_tokens=2048, max_context=CONTEXT, end_ids=frozenset())  # type: ignore[arg-type]
 
 
 def prompt(tokens: int, vocabulary: int, seed: int) -> list[int]:

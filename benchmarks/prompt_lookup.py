@@ -49,7 +49,7 @@ def run(llm: LLM, batches: list[Requests], speculate: bool) -> tuple[float, int,
     """Seconds, steps, and the tokens."""
     tokens, steps, start = [], 0, time.perf_counter()
     for batch in batches:
-        engine = llm.engine(speculate=speculate)
+        engine = llm.engine(speculate=speculate, prefix_cache=False)
         made = [engine.add(*request) for request in batch]
         while engine.busy():
             engine.step()

@@ -47,10 +47,10 @@ def work(build: str, model: str, activations: str, rows: int, temperature: float
     requests = mixed(32, json.loads(Path(model, "config.json").read_text())["vocab_size"])
     if rows:
         requests = [{"prompt": [100 + (7 * i + s) % 1000 for i in range(16)], "output": 60} for s in range(rows)]
-    engine = llm.engine(speculate=False)
+    engine = llm.engine(speculate=False, prefix_cache=False)
     for line in sys.stdin:
         if line.strip() == "new":
-            engine = llm.engine(speculate=False)
+            engine = llm.engine(speculate=False, prefix_cache=False)
             for seed, r in enumerate(requests):
                 engine.add(r["prompt"], SamplingParams(max_tokens=r["output"], temperature=temperature, seed=seed, ignore_eos=True))
         prompts = bool(engine.scheduler.waiting) or any(s.computed < s.num_prompt for s in engine.scheduler.running)

@@ -15,7 +15,7 @@ from qforge.runtime import LLM, SamplingParams
 
 def timed_steps(llm: LLM, requests: list[dict[str, Any]], *, speculate: bool) -> tuple[Timeline, list[list[int]]]:
     """All requests at once; when each of their tokens came, and the tokens."""
-    engine = llm.engine(speculate=speculate)
+    engine = llm.engine(speculate=speculate, prefix_cache=False)
     start = time.perf_counter()
     for r in requests:
         engine.add(r["prompt"], SamplingParams(max_tokens=r["output"], ignore_eos=True))

@@ -11,7 +11,7 @@ ONE = SamplingParams(max_tokens=1)
 
 
 def start() -> LLM:
-    llm = LLM(MODEL, activations=ACTIVATIONS, threads=int(THREADS))
+    llm = LLM(MODEL, activations=ACTIVATIONS, threads=int(THREADS), prefix_cache=False)
     ask(llm)
     return llm
 

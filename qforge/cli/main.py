@@ -85,19 +85,19 @@ def main(args: list[str] | None = None) -> Any:
     except BaseException as e:
         if debug and not isinstance(e, (click.Abort, KeyboardInterrupt, click.ClickException)):
             raise
-        code, show = _told(e)
+        code, show = _told(e, "quantize" in args[:1])
         with contextlib.suppress(OSError):
             show()
     _give_up_what_stdout_does_not_take()
     sys.exit(code)
 
 
-def _told(e: BaseException) -> tuple[int, Callable[[], None]]:
-    """The exit code of what went wrong, and what says so on stderr."""
+def _told(e: BaseException, resumes: bool) -> tuple[int, Callable[[], None]]:
+    """The exit code of what went wrong, and what says so on stderr. `resumes`: whether the verb goes on where it was stopped."""
     if isinstance(e, click.ClickException):
         return 2, e.show
     if isinstance(e, (click.Abort, KeyboardInterrupt)):
-        code, text = 130, "interrupted; run the same command again to resume"
+        code, text = 130, "interrupted" + "; run the same command again to resume" * resumes
     elif isinstance(e, QforgeError):
         code, text = e.exit_code, f"error: {_shown(e)}"
     elif isinstance(e, OSError) and e.filename is not None:  # a path that is too long, a folder that may not be read, a disk that fails

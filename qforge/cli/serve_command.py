@@ -34,8 +34,8 @@ def command(model: str, host: str, port: int, activations: str, kv_cache: str | 
     from qforge.serve.uvicorn_server import bind, server_of
 
     called = Path(model).name or model
-    with bind(host, port) as listens:  # before the model is loaded, which may take minutes
-        llm = LLM(model, activations=activations, device=device.name, tensor_parallel=device.processes, kv_cache=kv_cache)
+    with bind(host, port) as listens:  # where the address is taken, that is said before the model is loaded, which may take minutes
+        llm = LLM(model, activations=activations, device=device.name, tensor_parallel=device.processes, kv_cache=kv_cache, prefix_cache=True)
         served = Server(llm, called)
         server = server_of(served.app, served.stop)
         address, number = listens.getsockname()[:2]

@@ -72,7 +72,7 @@ def _prefill(llm: LLM, tokens: int, batch: int) -> Callable[[], None]:
     """From the requests' arrival to the last one's first token."""
 
     def run() -> None:
-        engine = llm.engine(speculate=False)
+        engine = llm.engine(speculate=False, prefix_cache=False)
         for i in range(batch):
             engine.add(_prompt(llm, tokens, i), SamplingParams(max_tokens=1, ignore_eos=True))
         while engine.busy():
@@ -94,7 +94,7 @@ def _length(llm: LLM, batch: int) -> int:
 def _decode(llm: LLM, batch: int, length: int) -> list[float]:
     """Seconds of each step in which `batch` sequences each get one token."""
     new = min(_NEW, llm.max_context - length)
-    engine = llm.engine(speculate=False)
+    engine = llm.engine(speculate=False, prefix_cache=False)
     for i in range(batch):
         engine.add(_prompt(llm, length, i), SamplingParams(max_tokens=new + 1, ignore_eos=True))
     return [s for s, n in _steps(engine) if n == batch][1:]

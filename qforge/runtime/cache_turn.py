@@ -1,4 +1,4 @@
-"""Who uses a cache of keys and values: engines and windows hand out its blocks each for themselves, so one at a time. Standard library only."""
+"""Who uses a cache of keys and values: engines, and windows that are read, one at a time. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import threading
 import weakref
 
 from qforge.errors import UnsupportedError
+from qforge.runtime.blocks import BlockPool
 
 
 class CacheTurn:
-    """The turn to use a cache. Whoever is gone without giving it back no longer has it."""
+    """The turn to use the blocks of a cache, `pool`. Whoever is gone without giving it back no longer has it, and nobody who takes it finds a block held."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
         self._changed = threading.Condition()
         self._user: weakref.ref[object] | None = None
         self._thread: int | None = None  # of a call that has it, and gives it back by itself
@@ -31,6 +33,7 @@ class CacheTurn:
                     )
                 self._changed.wait(1.0)  # who is gone tells nobody
             if self._user is None or self._user() is not user:
+                self.pool.reclaim()
                 self._user, self._thread = weakref.ref(user), threading.get_ident() if call else None
 
     def give_back(self, user: object) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 
 from qforge.errors import DataError, ModelError
-from qforge.runtime.blocks import BlockPool
 from qforge.runtime.cache_turn import CacheTurn
 from qforge.runtime.detokenize import Detokenizer
 from qforge.runtime.fair_lock import FairLock
@@ -25,8 +24,9 @@ class Engine:
     Args:
         end_ids: tokens that end every continuation (unless it ignores them).
         max_context: positions that the model has.
+        turn: of the runner's cache, which this engine has while it has requests.
         num_speculative_tokens: most tokens that a step computes on a guess after a sequence's last one; the runner has to be `batch_invariant`.
-        turn: of the runner's cache, which this engine has while it has requests; None: it is the only user.
+        prefix_cache: begin requests behind what the cache has of their tokens; where the runner is not `batch_invariant`, that can move last bits.
     """
 
     def __init__(
@@ -34,22 +34,22 @@ class Engine:
         runner: Runner,
         tokenizer: Tokenizer,
         *,
-        num_blocks: int,
+        turn: CacheTurn,
         block_size: int,
         max_num_seqs: int,
         max_step_tokens: int,
         max_context: int,
         end_ids: frozenset[int],
         num_speculative_tokens: int = 0,
-        turn: CacheTurn | None = None,
+        prefix_cache: bool = False,
     ) -> None:
         self._runner, self._tokenizer, self._block_size = runner, tokenizer, block_size
         self._max_context, self._end_ids = max_context, end_ids
-        self.scheduler = Scheduler(BlockPool(num_blocks), block_size, max_num_seqs, max_step_tokens)
+        self.scheduler = Scheduler(turn.pool, block_size, max_num_seqs, max_step_tokens, prefix_cache=prefix_cache)
         self._texts: dict[int, Detokenizer] = {}
         self._most_guesses, self._lookups = num_speculative_tokens, dict[int, PromptLookup]()
         self._next_id = 0
-        self._turn = turn or CacheTurn()
+        self._turn = turn
         self._lock = FairLock()
 
     def add(self, prompt: list[int], params: SamplingParams) -> Sequence:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from qforge.errors import DataError, UnsupportedError
 from qforge.ops.native_cache import LANES
 from qforge.runtime import sequence as seq
+from qforge.runtime.blocks import BlockPool
 from qforge.runtime.cache_turn import CacheTurn
 from qforge.runtime.engine import Engine
 from qforge.runtime.parallel import check_size, open_shared
@@ -50,6 +51,9 @@ class LLM:
         graphs: on a GPU, record decode steps as CUDA graphs when the model is loaded.
         num_speculative_tokens: most tokens of a sequence that a step computes on a guess, namely what followed its last four where they stood before (prompt lookup decoding);
             tokens are the same as without. None: 8 on a CPU if native kernels run all products; 0 elsewhere, where more rows in a step can move a token's last bits.
+        prefix_cache: whether a request begins behind those of its first tokens whose keys and values an earlier prompt or answer has left in the cache, in full blocks. None: where
+            native kernels run all products on a CPU, since logits are the same bits there; elsewhere other rows in a step can move a token's last bits. `score` reads nothing
+            that others left.
         tensor_parallel: processes that share the model, each with its part of every weight and of the cache: on GPUs one each (`device: cuda` takes the first N). They are
             started here and end with this object; `model` is then a source, or a Model as `open_model` gave it, which they open again.
 
@@ -62,7 +66,7 @@ class LLM:
     def __init__(
         self, model: str | Path | Model, *, activations: str = "fp", threads: int | None = None, block_size: int = 16, num_blocks: int | None = None,
         max_num_seqs: int | None = None, max_step_tokens: int | None = None, kv_cache: str | None = None, device: str = "cpu", graphs: bool = True,
-        num_speculative_tokens: int | None = None, tensor_parallel: int = 1,
+        num_speculative_tokens: int | None = None, prefix_cache: bool | None = None, tensor_parallel: int = 1,
     ) -> None:  # fmt: skip
         _check(
             activations,
@@ -83,7 +87,8 @@ class LLM:
         self._num_speculative_tokens = _guesses(num_speculative_tokens, made.runner)
         self.max_context = self._opened.spec.max_positions
         self.block_size, self._max_num_seqs, self._max_step_tokens = block_size, where.max_num_seqs, where.max_step_tokens
-        self._turn = CacheTurn()
+        self._prefix_cache = made.runner.batch_invariant if prefix_cache is None else prefix_cache
+        self._turn = CacheTurn(BlockPool(made.num_blocks))
         self._prompts = PromptReader(self._opened.source, self._opened.tokenizer, self.max_context, self.runner.spec.vocab_size)
 
     @property
@@ -91,12 +96,12 @@ class LLM:
         """The model's tokenizer, loaded when it is first needed."""
         return self._opened.tokenizer()
 
-    def engine(self, *, speculate: bool = True) -> Engine:
-        """A fresh engine over this model's weights and cache; one at a time may have requests. `speculate`: with the guesses that this object was made for."""
+    def engine(self, *, speculate: bool = True, prefix_cache: bool = True) -> Engine:
+        """A fresh engine over this model's weights and cache; one at a time may have requests. `speculate`, `prefix_cache`: as this object was made for, else without."""
         return Engine(
-            self.runner, self.tokenizer, num_blocks=self.num_blocks, block_size=self.block_size, max_num_seqs=self._max_num_seqs, max_step_tokens=self._max_step_tokens,
+            self.runner, self.tokenizer, turn=self._turn, block_size=self.block_size, max_num_seqs=self._max_num_seqs, max_step_tokens=self._max_step_tokens,
             max_context=self.max_context, end_ids=self._opened.end_ids,
-            num_speculative_tokens=self._num_speculative_tokens if speculate else 0, turn=self._turn,
+            num_speculative_tokens=self._num_speculative_tokens if speculate else 0, prefix_cache=self._prefix_cache and prefix_cache,
         )  # fmt: skip
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[Output]:
@@ -161,9 +166,10 @@ class LLM:
             if blocks > self.num_blocks:
                 raise DataError(f"a window of {len(window)} tokens is longer than the cache of {self.num_blocks * self.block_size}; use a smaller window, or more num_blocks")
             params = SamplingParams(max_tokens=1)
-            sequence = seq.Sequence(0, known(list(window), self.runner.spec.vocab_size), len(window), params, 0, len(window), frozenset(), block_table=list(range(blocks)))
+            sequence = seq.Sequence(0, known(list(window), self.runner.spec.vocab_size), len(window), params, 0, len(window), frozenset())
             self._turn.take(sequence, call=True)
             try:
+                sequence.block_table = self._turn.pool.allocate(blocks) or []
                 for start, stop in chunks(len(window)):
                     yield self.runner.step(build_step([Piece(sequence, start, stop)], self.block_size, all_logits=True))
             finally:
@@ -171,7 +177,7 @@ class LLM:
 
 
 def _output(engine: Engine, prompt: str | None, s: seq.Sequence) -> Output:
-    return Output(prompt, s.tokens[: s.num_prompt], s.generated, engine.text(s), str(s.finish_reason))
+    return Output(prompt, s.tokens[: s.num_prompt], s.generated, engine.text(s), str(s.finish_reason), s.cached)
 
 
 def _guesses(asked: int | None, runner: Runner) -> int:

@@ -1,6 +1,7 @@
 """Which tokens of which sequences the next step computes: continuous batching over a pool of cache blocks. Standard library only.
 
-At every step finished sequences leave and waiting ones enter, first come first served. Long prompts are computed in pieces, so that others go on meanwhile.
+At every step finished sequences leave and waiting ones enter, first come first served. Long prompts are computed in pieces, so that others go on meanwhile, and those that
+do not fit one step leave some of it to who came later.
 When the pool runs out, the youngest running sequence gives its blocks back and is computed again later; its tokens stay.
 """
 
@@ -11,8 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from qforge.errors import DataError
+from qforge.runtime import prefixes
 from qforge.runtime.blocks import BlockPool
 from qforge.runtime.sequence import FinishReason, Sequence
+
+_LEFT = 4  # prompts longer than a step leave the fourth part of it to shorter ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +42,35 @@ class Piece:
 Guess = Callable[[Sequence, int, int], list[int]]  # tokens that a sequence may go on with, at most so many, in a step that has so many already
 
 
-class Scheduler:
-    """Holds the waiting and the running sequences."""
+class _Step:
+    """A step that is filled: its pieces, how many more tokens it takes, and how many of them may be of long prompts."""
 
-    def __init__(self, pool: BlockPool, block_size: int, max_num_seqs: int, max_step_tokens: int) -> None:
+    def __init__(self, tokens: int) -> None:
+        self.pieces: list[Piece] = []
+        self.most, self.left, self.left_for_long = tokens, tokens, max(1, tokens - tokens // _LEFT)
+
+    def share(self, rest: int) -> int:
+        """Tokens for who has `rest` to compute."""
+        return min(rest, self.left if rest <= self.most else min(self.left, self.left_for_long))
+
+    def put(self, piece: Piece, rest: int) -> None:
+        """Take a piece in of who had `rest` to compute."""
+        self.pieces.append(piece)
+        self.left -= piece.stop - piece.start
+        if rest > self.most:
+            self.left_for_long -= piece.stop - piece.start
+
+
+class Scheduler:
+    """Holds the waiting and the running sequences.
+
+    Args:
+        prefix_cache: whether a sequence begins behind what the pool has of its tokens.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, max_num_seqs: int, max_step_tokens: int, *, prefix_cache: bool = False) -> None:
         self.pool, self.block_size = pool, block_size
-        self._max_num_seqs, self._max_step_tokens = max_num_seqs, max_step_tokens
+        self._max_num_seqs, self._max_step_tokens, self._prefix_cache = max_num_seqs, max_step_tokens, prefix_cache
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -75,36 +102,27 @@ class Scheduler:
 
         `guess`: what it gives takes what is left of the step and of the pool.
         """
-        budget = self._max_step_tokens
-        pieces: list[Piece] = []
+        step = _Step(self._max_step_tokens)
         for sequence in list(self.running):
-            if budget == 0:
-                break
-            piece = self._grow(sequence, budget) if sequence in self.running else None  # an older one may have preempted it just now
-            if piece is not None:
-                pieces.append(piece)
-                budget -= piece.stop - piece.start
-        while self.waiting and budget and len(self.running) < self._max_num_seqs:
-            sequence = self.waiting[0]
-            if self._blocks_for(len(sequence.tokens)) > self.pool.num_free:
-                break
-            self.waiting.popleft()
-            self.running.append(sequence)
-            piece = self._grow(sequence, budget)
-            assert piece is not None
-            pieces.append(piece)
-            budget -= piece.stop - piece.start
+            if sequence in self.running:  # an older one may have preempted it just now
+                self._join(step, sequence)
+        while step.left and self.waiting and len(self.running) < self._max_num_seqs and self._enter(self.waiting[0]):
+            self.running.append(self.waiting.popleft())
+            self._join(step, self.running[-1])
+        self._fill(step)
+        pieces, left = step.pieces, step.left
         if guess is not None:
             for i, piece in enumerate(pieces):
-                if budget and piece.wants_logits:
-                    pieces[i] = self._with_draft(piece, guess, budget)
-                    budget -= len(pieces[i].draft)
+                if left and piece.wants_logits:
+                    pieces[i] = self._with_draft(piece, guess, left)
+                    left -= len(pieces[i].draft)
         return pieces
 
     def advance(self, pieces: list[Piece]) -> None:
         """Note that a step's pieces are computed."""
         for piece in pieces:
             piece.sequence.computed = piece.stop
+            self._note(piece.sequence)
 
     def keep(self, piece: Piece, right: int) -> None:
         """Note that so many guesses of a computed piece were right and are tokens now; what others' keys and values took is free again."""
@@ -117,12 +135,46 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Take out a running sequence that has ended, and free its blocks."""
         sequence.finish_reason = reason
+        self._note(sequence)
         self.running.remove(sequence)
         self._give_back(sequence)
 
-    def _grow(self, sequence: Sequence, budget: int) -> Piece | None:
-        """A piece of a running sequence with blocks for it, preempting younger ones as needed; None if it had to give way itself."""
-        stop = min(len(sequence.tokens), sequence.computed + budget)
+    def _enter(self, sequence: Sequence) -> bool:
+        """Whether there is room for a waiting sequence, beside what those that run are to have for the tokens that they have; it then holds what the cache has of it.
+        Who comes next to where another is computing the same waits for that."""
+        found: list[int] = []
+        if self._prefix_cache:
+            found = prefixes.find(sequence, self.pool, self.block_size)
+            if prefixes.coming(sequence, len(found), self.running):
+                return False
+        free = self.pool.num_free - sum(not self.pool.owners(b) for b in found)
+        promised = sum(max(0, self._blocks_for(len(s.tokens)) - len(s.block_table)) for s in self.running)
+        if self._blocks_for(len(sequence.tokens)) - len(found) > free - promised:
+            return False
+        for b in found:
+            self.pool.share(b)
+        sequence.block_table, sequence.computed, sequence.named_blocks = found, len(found) * self.block_size, len(found)
+        if not sequence.preemptions:
+            sequence.cached = sequence.computed
+        return True
+
+    def _join(self, step: _Step, sequence: Sequence) -> None:
+        """Put a running sequence's next tokens into a step, as many as it has room for."""
+        rest = len(sequence.tokens) - sequence.computed
+        stop = sequence.computed + step.share(rest)
+        if stop > sequence.computed and self._hold(sequence, stop):
+            step.put(Piece(sequence, sequence.computed, stop), rest)
+
+    def _fill(self, step: _Step) -> None:
+        """Give what nobody came for to those that left it."""
+        for i, piece in enumerate(step.pieces):
+            stop = min(piece.stop + step.left, len(piece.sequence.tokens))
+            if stop > piece.stop and self._blocks_for(stop) - len(piece.sequence.block_table) <= self.pool.num_free and self._hold(piece.sequence, stop):
+                step.pieces[i] = Piece(piece.sequence, piece.start, stop)
+                step.left -= stop - piece.stop
+
+    def _hold(self, sequence: Sequence, stop: int) -> bool:
+        """Have a running sequence hold blocks up to a position, preempting younger ones as needed; False if it had to give way itself."""
         while (more := self._blocks_for(stop) - len(sequence.block_table)) > 0:
             blocks = self.pool.allocate(more)
             if blocks is not None:
@@ -131,8 +183,12 @@ class Scheduler:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
-                return None
-        return Piece(sequence, sequence.computed, stop)
+                return False
+        return True
+
+    def _note(self, sequence: Sequence) -> None:
+        if self._prefix_cache:
+            prefixes.note(sequence, self.pool, self.block_size)
 
     def _with_draft(self, piece: Piece, guess: Guess, budget: int) -> Piece:
         sequence = piece.sequence
@@ -151,7 +207,7 @@ class Scheduler:
 
     def _give_back(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_table)
-        sequence.block_table, sequence.computed = [], 0
+        sequence.block_table, sequence.computed, sequence.named_blocks = [], 0, 0
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

@@ -90,13 +90,15 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A finished request. `prompt`: the text given (rendered, for chat messages), or None for token ids. `token_ids` include the token that ended it."""
+    """A finished request. `prompt`: the text given (rendered, for chat messages), or None for token ids. `token_ids` include the token that ended it. `cached_tokens`: of the
+    prompt, that were in the cache; two outputs are equal whatever it was."""
 
     prompt: str | None
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
     finish_reason: str
+    cached_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -109,6 +111,8 @@ class Sequence:
         computed: leading tokens whose keys and values are in the cache.
         block_table: its cache blocks, in order.
         preemptions: how often its blocks were taken away and computed again.
+        block_names, named_blocks: of its full blocks, as far as they were needed, and how many of its blocks the pool knows by them.
+        cached: tokens that were in the cache when it began.
     """
 
     id: int
@@ -122,6 +126,9 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     preemptions: int = 0
+    block_names: list[bytes] = field(default_factory=list)
+    named_blocks: int = 0
+    cached: int = 0
 
     @property
     def generated(self) -> list[int]:

@@ -24,6 +24,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._ended = Counter("qforge_requests", "Requests that ended, by why", ["reason"], registry=self._registry)
         self._prompt = Counter("qforge_prompt_tokens", "Tokens of prompts that were computed, once for each choice", registry=self._registry)
+        self._cached = Counter("qforge_cached_prompt_tokens", "Tokens of prompts that were in the cache", registry=self._registry)
         self._generated = Counter("qforge_generated_tokens", "Tokens generated", registry=self._registry)
         self._first = Histogram("qforge_time_to_first_token_seconds", "From the request to its first token", registry=self._registry, buckets=_FIRST)
         self._each = Histogram("qforge_time_per_output_token_seconds", "Between tokens of a request, on average", registry=self._registry, buckets=_EACH)
@@ -35,7 +36,8 @@ class Metrics:
         self._ended.labels(reason).inc()
         self._generated.inc(ticket.tokens)
         if ticket.first is not None:
-            self._prompt.inc(ticket.sequence.num_prompt)
+            self._prompt.inc(ticket.sequence.num_prompt - ticket.sequence.cached)
+            self._cached.inc(ticket.sequence.cached)
             self._first.observe(ticket.first - ticket.began)
             if ticket.tokens > 1:
                 self._each.observe((time.monotonic() - ticket.first) / (ticket.tokens - 1))

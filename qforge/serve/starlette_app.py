@@ -273,11 +273,12 @@ async def _merged(choices: list[Choice]) -> AsyncIterator[tuple[int, Piece]]:
             future.cancel()
 
 
-def _usage(choices: list[Choice], each: int) -> dict[str, int]:
+def _usage(choices: list[Choice], each: int) -> dict[str, Any]:
     """Tokens of prompts, each of which has so many choices, and of what was generated."""
-    prompt = sum(c.ticket.sequence.num_prompt for c in choices[::each])
+    prompts = [c.ticket.sequence for c in choices[::each]]
+    prompt, cached = sum(s.num_prompt for s in prompts), sum(s.cached for s in prompts)
     generated = sum(c.ticket.tokens for c in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def _event(content: dict[str, Any]) -> str:

@@ -24,18 +24,30 @@ _ANSWERS_S = 3  # for those that are ended then to say so
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0: any that is free.
+    """A socket with an address, which listens when the server runs: until then clients are refused, and do not wait for an answer. Port 0: any that is free.
 
     Raises:
         UnsupportedError: the address is not this machine's, or taken.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return _bound(socket.socket(family, socket.SOCK_STREAM), (host, port))
     except (OSError, OverflowError) as e:
         number = e.errno if isinstance(e, OSError) else None
         why = os.strerror(number) if number is not None and number > 0 else getattr(e, "strerror", None) or e  # not socket's words, which say the address once more
         raise UnsupportedError(f"cannot listen on {host}, port {port}: {why}; choose another --host or --port") from e
+
+
+def _bound(made: socket.socket, address: tuple[str, int]) -> socket.socket:
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server before may have left connections that are not quite over
+        if made.family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(address)
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 def server_of(app: Starlette, stop: Callable[[], None]) -> uvicorn.Server:

@@ -51,6 +51,25 @@ def test_it_serves_until_it_is_told_to_end(tmp_path: Path, end: signal.Signals) 
         watch.cancel()
 
 
+LOADS = "import sys, time, qforge.runtime as r; r.LLM = lambda *a, **k: print('loads', flush=True) or time.sleep(60); from qforge.cli.main import main; main(sys.argv[1:])"
+
+
+def test_clients_are_refused_while_the_model_is_loaded_and_an_interrupt_then_resumes_nothing() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", LOADS, "serve", "any", "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "loads\n"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        assert process.stderr.read().split() == ["interrupted"]
+
+
 def test_a_port_that_is_taken_is_said_before_the_model_is_read() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         found = CliRunner().invoke(serve_command.command, ["no such model", "--port", str(taken.getsockname()[1])])

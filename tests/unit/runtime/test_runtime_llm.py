@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from runtime_models import folder, greedy, model, prompts, transformers_model
+from runtime_models import folder, greedy, model, prompts, quantized, transformers_model
 from safetensors.torch import load_file, save_file
 
 from qforge.errors import DataError, ModelError, UnsupportedError
@@ -320,6 +321,50 @@ def test_a_second_engine_waits_for_no_one_and_is_refused(llm: LLM) -> None:
         llm.generate([prompt], params)
     windows.close()
     assert llm.generate([prompt], params)[0].token_ids == running.generated
+
+
+def _tokens(count: int) -> list[int]:
+    return random.Random(count).choices(range(300), k=count)
+
+
+def test_a_prompt_that_was_seen_before_is_not_computed_again_and_no_token_changes() -> None:
+    llm, plain = LLM(model("llama"), num_blocks=8), LLM(model("llama"), num_blocks=8, prefix_cache=False)
+    start, params = _tokens(70), SamplingParams(max_tokens=10, ignore_eos=True)
+    given = [[*start, 5], [*start, 6, 7], [*start[:40], 9, 9]]
+    wanted = [plain.generate([p], params)[0] for p in given]
+    found = [llm.generate([p], params)[0] for p in given]
+    assert found == wanted
+    assert [o.cached_tokens for o in found] == [0, 64, 32]
+    assert [o.cached_tokens for o in wanted] == [0, 0, 0]
+    assert llm.generate(given, params) == wanted
+    window = _tokens(128)
+    scored = [t.clone() for t in llm.score([window])]
+    assert all(torch.equal(a, b) for a, b in zip(scored, plain.score([window]), strict=True))
+    after = llm.generate(given[:1], params)[0]
+    assert (after, after.cached_tokens) == (wanted[0], 0), "the window took all blocks"
+    answer = llm.generate([[*given[0], *after.token_ids, 3]], params)[0]
+    assert answer == plain.generate([[*given[0], *after.token_ids, 3]], params)[0]
+    assert answer.cached_tokens == 80
+
+
+def test_a_request_that_was_given_up_leaves_nothing_behind() -> None:
+    llm, plain = LLM(model("llama"), num_blocks=8), LLM(model("llama"), num_blocks=8, prefix_cache=False)
+    prompt, params = _tokens(70), SamplingParams(max_tokens=10, ignore_eos=True)
+    engine = llm.engine()
+    engine.add(prompt, params)
+    engine.scheduler._max_step_tokens = 40
+    engine.step()
+    del engine
+    found = llm.generate([prompt], params)[0]
+    assert (found, found.cached_tokens) == (plain.generate([prompt], params)[0], 32)
+    assert llm.engine().scheduler.pool.num_used == 0
+
+
+def test_prompts_are_looked_up_where_that_changes_nothing() -> None:
+    by_batch = quantized("llama", lambda _: "int8-channel-sym+int8-tensor")[0]  # rounds activations by all rows of a step
+    for given, wanted in ((None, 0), (True, 64)):
+        llm = LLM(by_batch, prefix_cache=given)
+        assert [llm.generate([[7] * 70], SamplingParams(max_tokens=1))[0].cached_tokens for _ in range(2)] == [0, wanted]
 
 
 def test_an_engine_that_is_gone_has_no_turn(llm: LLM) -> None:

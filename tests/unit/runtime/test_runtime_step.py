@@ -7,7 +7,7 @@ import pytest
 from qforge.errors import DataError
 from qforge.runtime.blocks import BlockPool
 from qforge.runtime.scheduler import Piece, Scheduler
-from qforge.runtime.sequence import SamplingParams, Sequence
+from qforge.runtime.sequence import FinishReason, SamplingParams, Sequence
 from qforge.runtime.step import build_step
 
 
@@ -29,15 +29,130 @@ def test_a_step_is_flat() -> None:
     assert build_step([Piece(b, 0, 2)], 16, all_logits=True).logit_indices.tolist() == [0, 1]
 
 
+def _places(pieces: list[Piece]) -> list[tuple[int, int, int]]:
+    return [(p.sequence.id, p.start, p.stop) for p in pieces]
+
+
 def test_prompts_are_cut_and_others_join_in_the_same_step() -> None:
     scheduler = Scheduler(BlockPool(10), 16, 4, 8)
-    a, b = _sequence(0, 12), _sequence(1, 3)
+    a, b = _sequence(0, 5), _sequence(1, 6)
     scheduler.add(a)
     scheduler.add(b)
     first = scheduler.schedule()
-    assert [(p.sequence.id, p.start, p.stop, p.wants_logits) for p in first] == [(0, 0, 8, False)]
+    assert _places(first) == [(0, 0, 5), (1, 0, 3)]
+    assert [p.wants_logits for p in first] == [True, False]
+
+
+def test_a_prompt_longer_than_a_step_leaves_some_to_who_came_later() -> None:
+    scheduler = Scheduler(BlockPool(30), 16, 4, 16)
+    for s in (_sequence(0, 60), _sequence(1, 60), _sequence(2, 3)):
+        scheduler.add(s)
+    steps = []
+    while not steps or steps[-1][-1][0] != 1:
+        pieces = scheduler.schedule()
+        scheduler.advance(pieces)
+        steps.append(_places(pieces))
+        for p in pieces:
+            if p.wants_logits:
+                scheduler.finish(p.sequence, FinishReason.LENGTH)
+    assert steps[0] == [(0, 0, 13), (2, 0, 3)], "12 of 16, and what nobody came for"
+    assert steps[1:4] == [[(0, 13, 29)], [(0, 29, 45)], [(0, 45, 60), (1, 0, 1)]], "long ones go one after the other"
+
+
+def test_who_enters_leaves_room_for_what_others_were_promised() -> None:
+    scheduler = Scheduler(BlockPool(6), 16, 4, 16)
+    for s in (_sequence(0, 64), _sequence(1, 33), _sequence(2, 3)):
+        scheduler.add(s)
+    assert _places(scheduler.schedule()) == [(0, 0, 16)]
+    assert [s.id for s in scheduler.waiting] == [1, 2], "three blocks are free, and the first is to have all of them"
+
+
+def _done(scheduler: Scheduler, sequence: Sequence) -> None:
+    """Compute a sequence that is to end with its first token."""
+    scheduler.add(sequence)
+    while sequence.finish_reason is None:
+        pieces = scheduler.schedule()
+        scheduler.advance(pieces)
+        for p in pieces:
+            if p.wants_logits:
+                p.sequence.tokens.append(1)
+                scheduler.finish(p.sequence, FinishReason.LENGTH)
+
+
+def test_a_sequence_begins_behind_what_the_cache_has_of_it() -> None:
+    scheduler = Scheduler(BlockPool(10), 16, 4, 64, prefix_cache=True)
+    a = _sequence(0, 40)
+    _done(scheduler, a)
+    assert a.cached == 0
+    b, c, d, e = _sequence(1, 40), _sequence(2, 32), _sequence(3, 40), _sequence(4, 40)
+    d.tokens[20], e.tokens[3] = 7, 7
+    for s in (b, c, d, e):
+        scheduler.add(s)
+    assert _places(scheduler.schedule()) == [(1, 32, 40), (2, 16, 32), (3, 16, 40), (4, 0, 16)]
+    assert [s.cached for s in (b, c, d, e)] == [32, 16, 16, 0], "full blocks, never with the last token, up to the first that differs"
+    assert b.block_table[:2] == [0, 1]
+    assert c.block_table[0] == d.block_table[0] == 0
+    assert scheduler.pool.owners(0) == 3
+    for s in (b, c, d, e):
+        scheduler.cancel(s)
+    assert scheduler.pool.num_used == 0
+    assert [s.cached for s in (_again(scheduler, 40), _again(scheduler, 40, plain=True))] == [32, 0]
+
+
+def test_who_begins_alike_waits_for_the_first() -> None:
+    scheduler = Scheduler(BlockPool(20), 16, 4, 64, prefix_cache=True)
+    for s in (_sequence(0, 20), _sequence(1, 20), _sequence(2, 20)):
+        scheduler.add(s)
+    first = scheduler.schedule()
+    assert _places(first) == [(0, 0, 20)]
     scheduler.advance(first)
-    assert [(p.sequence.id, p.start, p.stop, p.wants_logits) for p in scheduler.schedule()] == [(0, 8, 12, True), (1, 0, 3, True)]
+    scheduler.cancel(scheduler.running[0])
+    second = scheduler.schedule()
+    assert _places(second) == [(1, 16, 20), (2, 16, 20)]
+    other = _sequence(3, 30)
+    other.tokens[0] = 5
+    scheduler.add(other)
+    scheduler.advance(second)
+    for s in scheduler.running:
+        s.tokens.append(1)
+    assert _places(scheduler.schedule()) == [(1, 20, 21), (2, 20, 21), (3, 0, 30)]
+
+
+def _again(scheduler: Scheduler, prompt: int, *, plain: bool = False) -> Sequence:
+    sequence = _sequence(9, prompt)
+    _done(Scheduler(scheduler.pool, 16, 4, 64) if plain else scheduler, sequence)
+    return sequence
+
+
+def test_what_was_of_no_use_for_longest_is_overwritten_first_and_ends_before_beginnings() -> None:
+    scheduler = Scheduler(BlockPool(8), 16, 4, 200, prefix_cache=True)
+    old, new = _sequence(0, 64), _sequence(1, 33)
+    new.tokens = [t + 50 for t in new.tokens]
+    _done(scheduler, old)
+    _done(scheduler, new)
+    other = Sequence(2, [3] * 63, 63, SamplingParams(), 0, 64, frozenset())
+    _done(scheduler, other)  # four blocks, of which two were empty
+    again = _sequence(3, 64)
+    _done(scheduler, again)
+    assert again.cached == 32, "of four blocks the last two went"
+    newer = _sequence(4, 33)
+    newer.tokens = [t + 50 for t in newer.tokens]
+    _done(scheduler, newer)
+    assert newer.cached == 16, "of two, since one of the four was empty"
+
+
+def test_answers_are_found_as_well_as_prompts() -> None:
+    scheduler = Scheduler(BlockPool(8), 16, 4, 64, prefix_cache=True)
+    first = _sequence(0, 10, 30)
+    scheduler.add(first)
+    while first.finish_reason is None:
+        scheduler.advance(scheduler.schedule())
+        first.tokens.append(5)
+        if len(first.tokens) == first.limit:
+            scheduler.finish(first, FinishReason.LENGTH)
+    second = Sequence(1, [*first.tokens, 8], 41, SamplingParams(), 0, 50, frozenset())
+    scheduler.add(second)
+    assert _places(scheduler.schedule()) == [(1, 32, 41)]
 
 
 def test_the_youngest_gives_way_and_comes_back_first() -> None:

@@ -225,6 +225,21 @@ def test_models_health_and_metrics(served: str, client: openai.OpenAI) -> None:
     assert (after["qforge_requests_running"], after["qforge_requests_waiting"]) == (0, 0)
 
 
+def test_what_was_asked_before_is_in_the_cache_and_counted(served: str, client: openai.OpenAI, alone: LLM) -> None:
+    prompt = list(range(40, 80))
+    before = _figures(served)
+    (want,) = alone.generate([prompt], SamplingParams(max_tokens=3))
+    for cached in (0, 32):
+        got = client.completions.create(model="tiny", prompt=prompt, max_tokens=3, temperature=0, n=2)
+        assert got.usage is not None
+        assert got.usage.prompt_tokens_details is not None
+        assert (got.usage.prompt_tokens, got.usage.prompt_tokens_details.cached_tokens) == (40, cached)
+        assert {c.text for c in got.choices} == {want.text}
+    after = _figures(served)
+    assert after["qforge_cached_prompt_tokens_total"] - before["qforge_cached_prompt_tokens_total"] == 3 * 32
+    assert after["qforge_prompt_tokens_total"] - before["qforge_prompt_tokens_total"] == 4 * 40 - 3 * 32
+
+
 def _figures(served: str) -> dict[str, float]:
     lines = [line for line in httpx.get(f"{served}/metrics").text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}

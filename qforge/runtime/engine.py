@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from typing import TYPE_CHECKING
 
 from qforge.errors import DataError, ModelError
 from qforge.runtime.cache_turn import CacheTurn
@@ -14,6 +15,9 @@ from qforge.runtime.scheduler import Piece, Scheduler
 from qforge.runtime.sequence import Draw, FinishReason, SamplingParams, Sequence
 from qforge.runtime.step import Runner, build_step
 from qforge.runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from qforge.runtime.logprobs import Logprobs
 
 _MANY_ROWS = 16  # from so many on a step waits for products, not for memory: a guess costs a token's time, and where tokens are drawn a draw's besides
 
@@ -88,15 +92,13 @@ class Engine:
             pieces = self.scheduler.schedule(self._guess if self._most_guesses else None)
             if not pieces:
                 return []
-            ready = [p for p in pieces if p.wants_logits]
-            draws = [Draw(p.sequence.params, p.sequence.seed, position) for p in ready for position in range(p.stop, p.end + 1)]
-            found = iter(self._runner.choose(build_step(pieces, self._block_size), draws))
+            chosen = self._choose(pieces)
             self.scheduler.advance(pieces)
             accepted: list[tuple[Sequence, int]] = []
             failed: Exception | None = None
-            for piece in ready:
+            for piece, found, told in chosen:
                 try:
-                    accepted += [(piece.sequence, token) for token in self._accept(piece, [next(found) for _ in range(piece.stop, piece.end + 1)])]
+                    accepted += [(piece.sequence, token) for token in self._accept(piece, found, told)]
                 except Exception as e:
                     failed = failed or e
                     self._drop(piece.sequence)
@@ -142,7 +144,19 @@ class Engine:
         many = rows >= _MANY_ROWS
         return lookup.guess(sequence.tokens, 0 if many and sequence.params.temperature else most, sure=many)
 
-    def _accept(self, piece: Piece, found: list[int]) -> list[int]:
+    def _choose(self, pieces: list[Piece]) -> list[tuple[Piece, list[int], Logprobs | None]]:
+        """Pieces whose sequences get tokens, with those after the last one and after each guess; log-probabilities where they are wanted."""
+        ready = [p for p in pieces if p.wants_logits]
+        draws = [Draw(p.sequence.params, p.sequence.seed, position) for p in ready for position in range(p.stop, p.end + 1)]
+        step = build_step(pieces, self._block_size)
+        if any(p.tells_prompt or (p.wants_logits and p.sequence.params.logprobs is not None) for p in pieces):
+            from qforge.runtime import logprobs
+
+            return logprobs.choose(self._runner, step, pieces, draws)
+        found = iter(self._runner.choose(step, draws))
+        return [(p, [next(found) for _ in range(p.stop, p.end + 1)], None) for p in ready]
+
+    def _accept(self, piece: Piece, found: list[int], told: Logprobs | None) -> list[int]:
         """Of the tokens found after a sequence's last one and after each guess, those up to the first that differs from the next guess."""
         sequence, draft = piece.sequence, piece.draft
         if sequence.finish_reason is not None:
@@ -154,6 +168,8 @@ class Engine:
             )
         for count, token in enumerate(found[: right + 1], 1):
             sequence.tokens.append(token)
+            if told is not None:
+                sequence.logprobs.append(told(count - 1, token))
             self._finish_if_done(sequence, token)
             if sequence.finish_reason is not None:
                 self._lookups.pop(sequence.id, None)

@@ -165,19 +165,21 @@ class LLM:
                 raise DataError(f"a window of {len(window)} tokens is longer than the model's context of {self.max_context}; use a smaller window")
             if blocks > self.num_blocks:
                 raise DataError(f"a window of {len(window)} tokens is longer than the cache of {self.num_blocks * self.block_size}; use a smaller window, or more num_blocks")
-            params = SamplingParams(max_tokens=1)
+            params = SamplingParams(max_tokens=1, prompt_logprobs=0)
             sequence = seq.Sequence(0, known(list(window), self.runner.spec.vocab_size), len(window), params, 0, len(window), frozenset())
             self._turn.take(sequence, call=True)
             try:
                 sequence.block_table = self._turn.pool.allocate(blocks) or []
                 for start, stop in chunks(len(window)):
-                    yield self.runner.step(build_step([Piece(sequence, start, stop)], self.block_size, all_logits=True))
+                    yield self.runner.step(build_step([Piece(sequence, start, stop)], self.block_size))
             finally:
                 self._turn.give_back(sequence)
 
 
 def _output(engine: Engine, prompt: str | None, s: seq.Sequence) -> Output:
-    return Output(prompt, s.tokens[: s.num_prompt], s.generated, engine.text(s), str(s.finish_reason), s.cached)
+    told = s.logprobs if s.params.logprobs is not None else None
+    of_prompt = s.prompt_logprobs if s.params.prompt_logprobs is not None else None
+    return Output(prompt, s.tokens[: s.num_prompt], s.generated, engine.text(s), str(s.finish_reason), s.cached, told, of_prompt)
 
 
 def _guesses(asked: int | None, runner: Runner) -> int:

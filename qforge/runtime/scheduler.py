@@ -17,6 +17,7 @@ from qforge.runtime.blocks import BlockPool
 from qforge.runtime.sequence import FinishReason, Sequence
 
 _LEFT = 4  # prompts longer than a step leave the fourth part of it to shorter ones
+_LOGITS = 128  # prompt tokens of a step whose logits are wanted: each has the size of the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,16 @@ class Piece:
         return self.stop == len(self.sequence.tokens)
 
     @property
+    def tells_prompt(self) -> bool:
+        """Whether logits of its prompt's tokens are wanted."""
+        return self.sequence.params.prompt_logprobs is not None and self.start < self.sequence.num_prompt
+
+    @property
+    def wanted(self) -> int:
+        """The position from which on logits are wanted, up to `end`; `end` where none are."""
+        return self.start if self.tells_prompt else self.stop - 1 if self.wants_logits else self.end
+
+    @property
     def end(self) -> int:
         """Where the guesses end, too."""
         return self.stop + len(self.draft)
@@ -43,22 +54,29 @@ Guess = Callable[[Sequence, int, int], list[int]]  # tokens that a sequence may 
 
 
 class _Step:
-    """A step that is filled: its pieces, how many more tokens it takes, and how many of them may be of long prompts."""
+    """A step that is filled: its pieces, how many more tokens it takes, how many of them may be of long prompts, and of how many prompt tokens logits may be wanted."""
 
     def __init__(self, tokens: int) -> None:
         self.pieces: list[Piece] = []
-        self.most, self.left, self.left_for_long = tokens, tokens, max(1, tokens - tokens // _LEFT)
+        self.most, self.left, self.left_for_long, self.left_for_logits = tokens, tokens, max(1, tokens - tokens // _LEFT), _LOGITS
 
-    def share(self, rest: int) -> int:
-        """Tokens for who has `rest` to compute."""
-        return min(rest, self.left if rest <= self.most else min(self.left, self.left_for_long))
+    def next_of(self, sequence: Sequence) -> Piece:
+        """What a sequence may have of it."""
+        rest = len(sequence.tokens) - sequence.computed
+        whole = Piece(sequence, sequence.computed, len(sequence.tokens))
+        most = min(self.left, self.left_for_long if self._is_long(whole) else rest, self.left_for_logits if whole.tells_prompt else rest)
+        return Piece(sequence, sequence.computed, sequence.computed + min(rest, most))
 
-    def put(self, piece: Piece, rest: int) -> None:
-        """Take a piece in of who had `rest` to compute."""
+    def put(self, piece: Piece) -> None:
+        """Take a piece in."""
+        tokens = piece.stop - piece.start
         self.pieces.append(piece)
-        self.left -= piece.stop - piece.start
-        if rest > self.most:
-            self.left_for_long -= piece.stop - piece.start
+        self.left -= tokens
+        self.left_for_long -= tokens * self._is_long(piece)
+        self.left_for_logits -= tokens * piece.tells_prompt
+
+    def _is_long(self, piece: Piece) -> bool:
+        return len(piece.sequence.tokens) - piece.start > self.most
 
 
 class Scheduler:
@@ -143,7 +161,7 @@ class Scheduler:
         """Whether there is room for a waiting sequence, beside what those that run are to have for the tokens that they have; it then holds what the cache has of it.
         Who comes next to where another is computing the same waits for that."""
         found: list[int] = []
-        if self._prefix_cache:
+        if self._prefix_cache and sequence.params.prompt_logprobs is None:
             found = prefixes.find(sequence, self.pool, self.block_size)
             if prefixes.coming(sequence, len(found), self.running):
                 return False
@@ -160,16 +178,15 @@ class Scheduler:
 
     def _join(self, step: _Step, sequence: Sequence) -> None:
         """Put a running sequence's next tokens into a step, as many as it has room for."""
-        rest = len(sequence.tokens) - sequence.computed
-        stop = sequence.computed + step.share(rest)
-        if stop > sequence.computed and self._hold(sequence, stop):
-            step.put(Piece(sequence, sequence.computed, stop), rest)
+        piece = step.next_of(sequence)
+        if piece.stop > piece.start and self._hold(sequence, piece.stop):
+            step.put(piece)
 
     def _fill(self, step: _Step) -> None:
         """Give what nobody came for to those that left it."""
         for i, piece in enumerate(step.pieces):
             stop = min(piece.stop + step.left, len(piece.sequence.tokens))
-            if stop > piece.stop and self._blocks_for(stop) - len(piece.sequence.block_table) <= self.pool.num_free and self._hold(piece.sequence, stop):
+            if stop > piece.stop and not piece.tells_prompt and self._blocks_for(stop) - len(piece.sequence.block_table) <= self.pool.num_free and self._hold(piece.sequence, stop):
                 step.pieces[i] = Piece(piece.sequence, piece.start, stop)
                 step.left -= stop - piece.stop
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from qforge.errors import DataError
 
 _GREEDY = 1e-5  # temperatures below it: the second most likely token would need logits as near as 1e-3 to be drawn once in e^100 times
+MOST_LOGPROBS = 20  # of a position
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class SamplingParams:
         stop: strings that end a continuation; the text ends before them.
         stop_token_ids: tokens that end a continuation, besides the model's own end tokens.
         ignore_eos: go on after the model's end tokens.
+        logprobs: give the log-probability of every generated token, and those of so many most likely ones there; before temperature and whatever else tokens are drawn by.
+        prompt_logprobs: the same for the prompt's tokens, all of which are then computed, whatever the cache has of them.
     """
 
     max_tokens: int = 128
@@ -39,6 +42,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, single, kind in (("stop", str, "strings"), ("stop_token_ids", Integral, "token ids")):
@@ -47,9 +52,9 @@ class SamplingParams:
             if not all(isinstance(one, single) and not isinstance(one, bool) for one in several):
                 raise DataError(f"{name} is {given!r}; it must be {kind}")
             object.__setattr__(self, name, several)
-        for name in ("max_tokens", "top_k", "seed"):
+        for name in ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            if (not isinstance(value, Integral) or isinstance(value, bool)) and not (name == "seed" and value is None):
+            if (not isinstance(value, Integral) or isinstance(value, bool)) and not (name not in ("max_tokens", "top_k") and value is None):
                 raise DataError(f"{name} is {value!r}; it must be a whole number")
         for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
@@ -62,6 +67,8 @@ class SamplingParams:
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1"),
             ("seed", self.seed or 0, 0 <= (self.seed or 0) < 1 << 64, "from 0 to 2**64 - 1"),
+            ("logprobs", self.logprobs or 0, 0 <= (self.logprobs or 0) <= MOST_LOGPROBS, f"from 0 to {MOST_LOGPROBS}"),
+            ("prompt_logprobs", self.prompt_logprobs or 0, 0 <= (self.prompt_logprobs or 0) <= MOST_LOGPROBS, f"from 0 to {MOST_LOGPROBS}"),
         )
         for name, value, good, allowed in rules:
             if not good:
@@ -80,6 +87,14 @@ class Draw(NamedTuple):
     position: int
 
 
+class Logprob(NamedTuple):
+    """A token's log-probability where it stands, and the most likely tokens there with theirs."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
 class FinishReason(StrEnum):
     """Why a continuation ended."""
 
@@ -91,7 +106,7 @@ class FinishReason(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Output:
     """A finished request. `prompt`: the text given (rendered, for chat messages), or None for token ids. `token_ids` include the token that ended it. `cached_tokens`: of the
-    prompt, that were in the cache; two outputs are equal whatever it was."""
+    prompt, that were in the cache; two outputs are equal whatever it was. `logprobs`, `prompt_logprobs`: of each token, where asked for; the prompt's first has none."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -99,6 +114,8 @@ class Output:
     text: str
     finish_reason: str
     cached_tokens: int = field(default=0, compare=False)
+    logprobs: list[Logprob] | None = None
+    prompt_logprobs: list[Logprob | None] | None = None
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -113,6 +130,7 @@ class Sequence:
         preemptions: how often its blocks were taken away and computed again.
         block_names, named_blocks: of its full blocks, as far as they were needed, and how many of its blocks the pool knows by them.
         cached: tokens that were in the cache when it began.
+        logprobs, prompt_logprobs: so far.
     """
 
     id: int
@@ -129,6 +147,8 @@ class Sequence:
     block_names: list[bytes] = field(default_factory=list)
     named_blocks: int = 0
     cached: int = 0
+    logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: list[Logprob | None] = field(default_factory=lambda: [None])
 
     @property
     def generated(self) -> list[int]:

@@ -68,8 +68,8 @@ class Runner(Protocol):
         """Bytes of weights that a step with one token reads."""
 
 
-def build_step(pieces: list[Piece], block_size: int, *, all_logits: bool = False) -> StepInput:
-    """Flatten scheduled pieces. `all_logits`: logits of every token, not only of last ones. Lists, since a call of numpy takes 10 us after a step that has used up the caches."""
+def build_step(pieces: list[Piece], block_size: int) -> StepInput:
+    """Flatten scheduled pieces. Lists, since a call of numpy takes 10 us after a step that has used up the caches."""
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -85,11 +85,10 @@ def build_step(pieces: list[Piece], block_size: int, *, all_logits: bool = False
             moved = (table[block] - block) * block_size
             slots += range(max(start, block * block_size) + moved, min(stop, (block + 1) * block_size) + moved)
         starts.append(len(tokens))
-        if piece.wants_logits:
-            wanted += range(len(tokens) - 1 - len(piece.draft), len(tokens))
+        wanted += range(len(tokens) - (stop - piece.wanted), len(tokens))
     return StepInput(
         _longs(tokens), _longs(positions), _longs(slots), _tables([p.sequence.block_table for p in pieces]), _ints(starts), _longs(p.end for p in pieces),
-        _longs(range(len(tokens)) if all_logits else wanted),
+        _longs(wanted),
     )  # fmt: skip
 
 

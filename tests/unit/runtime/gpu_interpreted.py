@@ -110,8 +110,8 @@ def test_two_shares_compute_what_one_model_does(monkeypatch: pytest.MonkeyPatch)
     of = replace(of, kv_scales={"model.layers.0.self_attn": (0.02, 0.005)})
     assert read_share(of, PLACE, Share(1, 2)).spec.kv_scales == ((0.02, 0.005),)
     runners = [GpuDecoder(read_share(of, PLACE, Share(r, 2)), PLACE, num_blocks=4, block_size=16, stored=torch.float16, max_num_seqs=1) for r in range(2)]
-    sequence = Sequence(0, prompts(1, 400, seed=9)[0][:20], 20, SamplingParams(), 0, 30, frozenset(), block_table=[1, 0])
-    step = build_step([Piece(sequence, 0, 20)], 16, all_logits=True)
+    sequence = Sequence(0, prompts(1, 400, seed=9)[0][:20], 20, SamplingParams(prompt_logprobs=0), 0, 30, frozenset(), block_table=[1, 0])
+    step = build_step([Piece(sequence, 0, 20)], 16)
     first, second = together([lambda r=r: r.step(step) for r in runners])  # type: ignore[misc]
     want = Decoder(read(of), num_blocks=4, block_size=16).step(step)
     assert torch.equal(first, second)

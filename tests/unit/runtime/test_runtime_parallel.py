@@ -112,9 +112,9 @@ def test_two_shares_compute_what_one_model_does(name: str, scheme: str | None, m
     runners = [Decoder(read_share(of, Host(1), Share(r, 2)), num_blocks=6, block_size=16) for r in range(2)]
     whole = Decoder(read(of, Host(1)), num_blocks=6, block_size=16)
     tokens = prompts(1, 2, seed=3)[0] * 50
-    sequence = Sequence(0, tokens[:50], 50, SamplingParams(), 0, 60, frozenset(), block_table=[3, 1, 0, 2])
+    sequence = Sequence(0, tokens[:50], 50, SamplingParams(prompt_logprobs=0), 0, 60, frozenset(), block_table=[3, 1, 0, 2])
     for start, stop in ((0, 33), (33, 50)):
-        step = build_step([Piece(sequence, start, stop)], 16, all_logits=True)
+        step = build_step([Piece(sequence, start, stop)], 16)
         first, second = together([lambda r=r, s=step: r.step(s) for r in runners])  # type: ignore[misc]
         assert torch.equal(first, second)
         assert (first - whole.step(step)).abs().max() < LOGITS

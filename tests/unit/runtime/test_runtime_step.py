@@ -26,7 +26,10 @@ def test_a_step_is_flat() -> None:
     assert step.query_starts.tolist() == [0, 4, 7]
     assert step.context_lens.tolist() == [18, 3]
     assert step.logit_indices.tolist() == [6]
-    assert build_step([Piece(b, 0, 2)], 16, all_logits=True).logit_indices.tolist() == [0, 1]
+    b.params = SamplingParams(prompt_logprobs=0)
+    step = build_step([Piece(a, 17, 20, (7, 7)), Piece(b, 0, 2)], 16)
+    assert step.logit_indices.tolist() == [2, 3, 4, 5, 6]
+    assert build_step([Piece(b, 2, 3)], 16).logit_indices.tolist() == [0]
 
 
 def _places(pieces: list[Piece]) -> list[tuple[int, int, int]]:
@@ -57,6 +60,28 @@ def test_a_prompt_longer_than_a_step_leaves_some_to_who_came_later() -> None:
                 scheduler.finish(p.sequence, FinishReason.LENGTH)
     assert steps[0] == [(0, 0, 13), (2, 0, 3)], "12 of 16, and what nobody came for"
     assert steps[1:4] == [[(0, 13, 29)], [(0, 29, 45)], [(0, 45, 60), (1, 0, 1)]], "long ones go one after the other"
+
+
+def test_few_logits_of_prompts_are_wanted_in_a_step() -> None:
+    scheduler = Scheduler(BlockPool(60), 16, 4, 300, prefix_cache=True)
+    a, b, c = _sequence(0, 200), _sequence(1, 200), _sequence(2, 20)
+    a.params = b.params = SamplingParams(prompt_logprobs=0)
+    for s in (a, b, c):
+        scheduler.add(s)
+    steps = []
+    for _ in range(4):
+        steps.append(scheduler.schedule())
+        scheduler.advance(steps[-1])
+        if len(steps) == 1:
+            scheduler.cancel(c)
+    assert [_places(step) for step in steps] == [[(0, 0, 128), (2, 0, 20)], [(0, 128, 200), (1, 0, 56)], [(1, 56, 184)], [(1, 184, 200)]]
+    assert [[(p.wanted, p.end) for p in step] for step in steps[:2]] == [[(0, 128), (19, 20)], [(128, 200), (0, 56)]]
+    again = _sequence(3, 200)
+    again.params = SamplingParams(prompt_logprobs=0)
+    scheduler.cancel(a)
+    scheduler.cancel(b)
+    _done(scheduler, again)
+    assert again.cached == 0, "all of it is computed, though the cache has it"
 
 
 def test_who_enters_leaves_room_for_what_others_were_promised() -> None:

@@ -76,7 +76,7 @@ def _write_onnx(model: Model, version: Path) -> None:
 
 def _write_vllm(model: Model, version: Path) -> None:
     ArtifactExporter("compressed-tensors").write(model, version / CHECKPOINT)
-    served = {"model": f"{_MOUNT}/{MODEL}/{VERSION}/{CHECKPOINT}", "disable_log_requests": True, "gpu_memory_utilization": 0.9}
+    served = {"model": f"{_MOUNT}/{MODEL}/{VERSION}/{CHECKPOINT}", "gpu_memory_utilization": 0.9}
     write_text(version / ENGINE, json.dumps(served, indent=2) + "\n")
 
 

@@ -50,7 +50,7 @@ def continuations(model: Model, prompts: Sequence[Prompt], params: SamplingParam
         for text, ids in read:
             torch.manual_seed(secrets.randbits(63) if params.seed is None else params.seed)
             given = torch.tensor([ids])
-            whole = module.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=min(params.max_tokens, context - len(ids)), **drawn)[0].tolist()
+            whole = module.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=min(params.max_tokens or context, context - len(ids)), **drawn)[0].tolist()
             new, detokenizer = whole[len(ids) :], Detokenizer(tokenizer, ids)
             ended = new[-1] in ends
             for token in new[: len(new) - ended]:

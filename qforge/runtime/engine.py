@@ -72,7 +72,7 @@ class Engine:
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_ids)
         text = Detokenizer(self._tokenizer, prompt, params.stop)
         with self._lock:
-            sequence = Sequence(self._next_id, list(prompt), len(prompt), params, seed, min(len(prompt) + params.max_tokens, self._max_context), ends)
+            sequence = Sequence(self._next_id, list(prompt), len(prompt), params, seed, self._limit(len(prompt), params.max_tokens), ends)
             self._turn.take(self)
             try:
                 self.scheduler.add(sequence)
@@ -128,6 +128,10 @@ class Engine:
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept for the text of a request that has ended, cancelled ones included: whoever keeps an engine calls it for each."""
         self._texts.pop(sequence.id, None)
+
+    def _limit(self, prompt: int, most: int | None) -> int:
+        room = self.scheduler.pool.total * self._block_size if most is None else prompt + most
+        return min(max(room, prompt + 1), self._max_context)
 
     def _drop(self, sequence: Sequence) -> None:
         self.scheduler.cancel(sequence)

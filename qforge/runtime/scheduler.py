@@ -140,7 +140,8 @@ class Scheduler:
         """Note that a step's pieces are computed."""
         for piece in pieces:
             piece.sequence.computed = piece.stop
-            self._note(piece.sequence)
+            if self._prefix_cache:
+                prefixes.note(piece.sequence, self.pool, self.block_size)
 
     def keep(self, piece: Piece, right: int) -> None:
         """Note that so many guesses of a computed piece were right and are tokens now; what others' keys and values took is free again."""
@@ -153,7 +154,6 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Take out a running sequence that has ended, and free its blocks."""
         sequence.finish_reason = reason
-        self._note(sequence)
         self.running.remove(sequence)
         self._give_back(sequence)
 
@@ -203,10 +203,6 @@ class Scheduler:
                 return False
         return True
 
-    def _note(self, sequence: Sequence) -> None:
-        if self._prefix_cache:
-            prefixes.note(sequence, self.pool, self.block_size)
-
     def _with_draft(self, piece: Piece, guess: Guess, budget: int) -> Piece:
         sequence = piece.sequence
         draft = guess(sequence, min(budget, sequence.limit - len(sequence.tokens) - 1), self._max_step_tokens - budget)
@@ -224,7 +220,7 @@ class Scheduler:
 
     def _give_back(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_table)
-        sequence.block_table, sequence.computed, sequence.named_blocks = [], 0, 0
+        sequence.block_table, sequence.computed = [], 0
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

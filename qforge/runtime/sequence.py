@@ -20,7 +20,7 @@ class SamplingParams:
     """How tokens are chosen and when a continuation ends.
 
     Attributes:
-        max_tokens: most tokens that are generated.
+        max_tokens: most tokens that are generated; None: as many as the model's context and the cache have room for.
         temperature: 0 is greedy, and so is what is below 1e-5.
         top_k: sample among this many most likely tokens; 0: all.
         top_p: smallest set of tokens whose probabilities reach this sum.
@@ -33,7 +33,7 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens, all of which are then computed, whatever the cache has of them.
     """
 
-    max_tokens: int = 128
+    max_tokens: int | None = 128
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -54,14 +54,14 @@ class SamplingParams:
             object.__setattr__(self, name, several)
         for name in ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            if (not isinstance(value, Integral) or isinstance(value, bool)) and not (name not in ("max_tokens", "top_k") and value is None):
+            if (not isinstance(value, Integral) or isinstance(value, bool)) and not (name != "top_k" and value is None):
                 raise DataError(f"{name} is {value!r}; it must be a whole number")
         for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
             if not isinstance(value, Real) or isinstance(value, bool):
                 raise DataError(f"{name} is {value!r}; it must be a number")
         rules: tuple[tuple[str, float, bool, str], ...] = (
-            ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
+            ("max_tokens", self.max_tokens or 0, self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
             ("temperature", self.temperature, math.isfinite(self.temperature) and self.temperature >= 0, "0 (greedy) or a positive number"),
             ("top_k", self.top_k, 0 <= self.top_k < 1 << 31, "0 (all tokens) or a positive number below 2**31"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),

@@ -12,11 +12,12 @@ from qforge.runtime.sequence import SamplingParams
 
 # Fields that are taken when they ask for nothing, or whatever they say (None).
 _IDLE: dict[str, tuple[Any, ...] | None] = {
-    "logprobs": (False,), "top_logprobs": (0,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "best_of": (1,),
-    "echo": (False,), "suffix": ("",), "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": None, "user": None,
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "best_of": (1,),
+    "suffix": ("",), "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": None, "user": None,
     "metadata": None, "store": None, "service_tier": None, "safety_identifier": None, "prompt_cache_key": None,
 }  # fmt: skip
 MOST_CHOICES = 128
+_USUAL_TOKENS = 16
 _MOST_STOPS, _LONGEST_STOP = 16, 256
 _T = TypeVar("_T", bound="Asked")
 
@@ -52,24 +53,33 @@ class Asked(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    def sampling(self, usual_tokens: int) -> list[SamplingParams]:
-        """One for each choice; `usual_tokens`: the most where the client names none. A temperature that is not named is 1, as with OpenAI.
+    def sampling(self) -> list[SamplingParams]:
+        """One for each choice. A temperature that is not named is 1, as with OpenAI.
 
         Raises:
             DataError: a value is not possible.
         """
         top_k = 0 if self.top_k is None or self.top_k == -1 else self.top_k  # -1 is all, as vLLM has it
-        most, temperature = usual_tokens if self.max_tokens is None else self.max_tokens, 1.0 if self.temperature is None else self.temperature
+        told, of_prompt = self.told()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stop) > _MOST_STOPS or any(len(s) > _LONGEST_STOP for s in stop):
             raise DataError(f"`stop` has {len(stop):,} strings; at most {_MOST_STOPS} of at most {_LONGEST_STOP} characters are looked for, after every token of everybody")
         return [
             SamplingParams(
-                max_tokens=most, temperature=temperature, top_k=top_k, top_p=1.0 if self.top_p is None else self.top_p, min_p=self.min_p or 0.0,
+                max_tokens=self.most(), temperature=1.0 if self.temperature is None else self.temperature, top_k=top_k, top_p=1.0 if self.top_p is None else self.top_p, min_p=self.min_p or 0.0,
                 seed=None if self.seed is None else self.seed + i, stop=stop, stop_token_ids=tuple(self.stop_token_ids or ()), ignore_eos=bool(self.ignore_eos),
+                logprobs=told, prompt_logprobs=of_prompt,
             )
             for i in range(self.n or 1)
         ]  # fmt: skip
+
+    def most(self) -> int | None:
+        """Tokens of a choice at most."""
+        return self.max_tokens
+
+    def told(self) -> tuple[int | None, int | None]:
+        """Of how many most likely tokens the log-probabilities are wanted beside each generated token's, and beside each of the prompt's."""
+        return None, None
 
     @property
     def wants_usage(self) -> bool:
@@ -98,6 +108,16 @@ class Completion(Asked):
     """POST /v1/completions."""
 
     prompt: str | _Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    def most(self) -> int:
+        """As many as OpenAI's where none are named."""
+        return _USUAL_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def told(self) -> tuple[int | None, int | None]:
+        """See `Asked.told`."""
+        return self.logprobs, self.logprobs if self.echo else None
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt, a text or token ids."""
@@ -147,12 +167,18 @@ class Chat(Asked):
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
-    def sampling(self, usual_tokens: int) -> list[SamplingParams]:
-        """See `Asked.sampling`; `max_completion_tokens` is the newer name of `max_tokens`."""
-        if self.max_completion_tokens is not None:
-            self.max_tokens = self.max_completion_tokens
-        return super().sampling(usual_tokens)
+    def most(self) -> int | None:
+        """`max_completion_tokens` is the newer name of `max_tokens`; with neither, all that there is room for."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def told(self) -> tuple[int | None, int | None]:
+        """See `Asked.told`."""
+        if self.top_logprobs and not self.logprobs:
+            raise UnsupportedError("`top_logprobs` are of `logprobs`, and these are not asked for")
+        return (self.top_logprobs or 0) if self.logprobs else None, None
 
 
 def read(kind: type[_T], body: bytes) -> _T:

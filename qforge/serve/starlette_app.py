@@ -9,7 +9,6 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +22,13 @@ from starlette.routing import Route
 from qforge.errors import DataError, QforgeError
 from qforge.runtime.sequence import SamplingParams
 from qforge.serve.asked import Asked, Chat, Completion, read
+from qforge.serve.choice import Choice
 from qforge.serve.prometheus_client_metrics import Metrics
-from qforge.serve.worker import ENDING, MOST_WAITING, Overloaded, Piece, Ticket, Worker
+from qforge.serve.worker import ENDING, MOST_WAITING, Overloaded, Piece, Worker
 
 if TYPE_CHECKING:
     from qforge.runtime.llm import LLM
 
-_USUAL_TOKENS = 16  # of a completion, as with OpenAI; a chat may fill the context
 _LOOK_S = 0.5  # between looks whether a client is still there
 _MOST_BYTES = 8 << 20  # of a body
 
@@ -44,15 +43,6 @@ class Refused(Exception):
 
 class Failed(Refused):
     """One that was begun and came to no end; it is counted as that."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Choice:
-    """One continuation on its way: its place in the answer, and its pieces as they come."""
-
-    index: int
-    ticket: Ticket
-    pieces: asyncio.Queue[Piece]
 
 
 class Server:
@@ -92,12 +82,12 @@ class Server:
     async def _completions(self, request: Request) -> Response:
         began, asked = time.monotonic(), await self._read(request, Completion)
         prompts: list[Any] = list(asked.prompts())
-        return await self._answer(request, asked, prompts, asked.sampling(_USUAL_TOKENS), _Completions(), began)
+        return await self._answer(request, asked, prompts, _Completions(), began, echo=bool(asked.echo))
 
     async def _chat(self, request: Request) -> Response:
         began, asked = time.monotonic(), await self._read(request, Chat)
         messages = [message.plain() for message in asked.messages]
-        return await self._answer(request, asked, [messages], asked.sampling(self._llm.max_context), _Chats(), began)
+        return await self._answer(request, asked, [messages], _Chats(), began)
 
     async def _read(self, request: Request, kind: type[Any]) -> Any:
         body = bytearray()
@@ -110,8 +100,9 @@ class Server:
             raise Refused(HTTPStatus.NOT_FOUND, f"the model {asked.model!r} is not served here; {self._name!r} is")
         return asked
 
-    async def _answer(self, request: Request, asked: Asked, prompts: list[Any], params: list[SamplingParams], shape: _Shape, began: float) -> Response:
-        choices = await run_in_threadpool(self._submit, prompts, params, asyncio.get_running_loop(), began)
+    async def _answer(self, request: Request, asked: Asked, prompts: list[Any], shape: _Shape, began: float, *, echo: bool = False) -> Response:
+        params = asked.sampling()
+        choices = await run_in_threadpool(self._submit, prompts, params, asyncio.get_running_loop(), began, echo)
         head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "object": shape.kind, "created": int(time.time()), "model": self._name}
         if asked.stream:
             return StreamingResponse(self._events(choices, head | {"object": shape.part_kind}, shape, len(params) if asked.wants_usage else 0), media_type="text/event-stream")
@@ -129,24 +120,24 @@ class Server:
             finally:
                 for task in tasks:
                     task.cancel()
-        return JSONResponse(
-            head | {"choices": [shape.whole(c.index, text, reason) for c, (text, reason) in zip(choices, found, strict=True)], "usage": _usage(choices, len(params))}
-        )
+        told = await run_in_threadpool(lambda: [shape.whole(c, piece) for c, piece in zip(choices, found, strict=True)])
+        return JSONResponse(head | {"choices": told, "usage": _usage(choices, len(params))})
 
-    def _submit(self, prompts: list[Any], params: list[SamplingParams], loop: asyncio.AbstractEventLoop, began: float) -> list[Choice]:
+    def _submit(self, prompts: list[Any], params: list[SamplingParams], loop: asyncio.AbstractEventLoop, began: float, echo: bool) -> list[Choice]:
         """Tokenize and queue; all of them or none."""
         if len(prompts) * len(params) > MOST_WAITING:
             raise DataError(f"{len(prompts) * len(params):,} continuations are asked for at once, and {MOST_WAITING:,} may wait; ask for fewer")
-        queues: list[asyncio.Queue[Piece]] = [asyncio.Queue() for _ in range(len(prompts) * len(params))]
-        tokens = []
+        read: list[tuple[str | None, list[int]]] = []
         for number, prompt in enumerate(prompts, 1):
             try:
-                tokens.append(self._llm.tokenize(prompt)[1])
+                text, ids = self._llm.tokenize(prompt)
             except DataError as e:
                 raise DataError(f"prompt {number} of {len(prompts)}: {e}" if len(prompts) > 1 else f"the prompt: {e}") from e
-        asked = [(ids, one) for ids in tokens for one in params]
+            read.append((None if not echo else self._llm.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) if text is None else text, ids))
+        queues: list[asyncio.Queue[Piece]] = [asyncio.Queue() for _ in range(len(prompts) * len(params))]
+        asked = [(ids, one) for _, ids in read for one in params]
         tickets = self._worker.submit([(ids, one, functools.partial(_hand_over, loop, queue)) for (ids, one), queue in zip(asked, queues, strict=True)], began)
-        return [Choice(i, ticket, queue) for i, (ticket, queue) in enumerate(zip(tickets, queues, strict=True))]
+        return [Choice(i, ticket, self._llm.tokenizer, read[i // len(params)][0], queue) for i, (ticket, queue) in enumerate(zip(tickets, queues, strict=True))]
 
     @contextlib.contextmanager
     def _held(self, choices: list[Choice]) -> Iterator[None]:
@@ -167,12 +158,12 @@ class Server:
             for choice in choices:
                 for first in shape.first(choice.index):
                     yield _event(head | {"choices": [first]})
-            async for index, piece in _merged(choices):
+            async for choice, piece in _merged(choices):
                 if piece.error is not None:
                     yield _event(_error(_status(piece.error), piece.error))
                     return
-                if piece.text or piece.finish_reason:
-                    yield _event(head | {"choices": [shape.part(index, piece.text, piece.finish_reason)]})
+                if piece.text or piece.finish_reason or piece.logprobs or choice.echo:
+                    yield _event(head | {"choices": [shape.part(choice, piece)]})
             if usage:
                 yield _event(head | {"choices": [], "usage": _usage(choices, usage)})
             yield "data: [DONE]\n\n"
@@ -186,7 +177,13 @@ class Server:
         return JSONResponse(self._described())
 
     def _described(self) -> dict[str, Any]:
-        return {"id": self._name, "object": "model", "created": self._began, "owned_by": "qforge", "max_model_len": self._llm.max_context}
+        return {
+            "id": self._name,
+            "object": "model",
+            "created": self._began,
+            "owned_by": "qforge",
+            "max_model_len": min(self._llm.max_context, self._llm.num_blocks * self._llm.block_size),
+        }
 
     async def _health(self, request: Request) -> Response:
         if not self._worker.alive():
@@ -213,14 +210,14 @@ class _Completions:
 
     prefix, kind, part_kind = "cmpl", "text_completion", "text_completion"
 
-    def whole(self, index: int, text: str, reason: str) -> dict[str, Any]:
-        return self.part(index, text, reason)
+    def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        return self.part(choice, piece)
 
     def first(self, index: int) -> tuple[dict[str, Any], ...]:
         return ()
 
-    def part(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+    def part(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        return {"index": choice.index, "text": choice.text(piece), "logprobs": choice.completion(piece), "finish_reason": piece.finish_reason}
 
 
 class _Chats:
@@ -228,14 +225,16 @@ class _Chats:
 
     prefix, kind, part_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def whole(self, index: int, text: str, reason: str) -> dict[str, Any]:
-        return {"index": index, "message": {"role": "assistant", "content": text}, "logprobs": None, "finish_reason": reason}
+    def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": piece.text}
+        return {"index": choice.index, "message": message, "logprobs": choice.chat(piece), "finish_reason": piece.finish_reason}
 
     def first(self, index: int) -> tuple[dict[str, Any], ...]:
         return ({"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None},)
 
-    def part(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        return {"index": index, "delta": {"content": text} if text else {}, "logprobs": None, "finish_reason": reason}
+    def part(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        delta = {"content": piece.text} if piece.text else {}
+        return {"index": choice.index, "delta": delta, "logprobs": choice.chat(piece), "finish_reason": piece.finish_reason}
 
 
 _Shape = _Completions | _Chats
@@ -246,18 +245,18 @@ def _hand_over(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[Piece], pi
         loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
 
-async def _whole(choice: Choice) -> tuple[str, str]:
-    texts = []
-    while True:
-        piece = await choice.pieces.get()
-        if piece.error is not None:
-            raise Failed(_status(piece.error), piece.error)
-        texts.append(piece.text)
-        if piece.finish_reason is not None:
-            return "".join(texts), piece.finish_reason
+async def _whole(choice: Choice) -> Piece:
+    """All pieces of a choice as one."""
+    pieces: list[Piece] = []
+    while not pieces or pieces[-1].finish_reason is None:
+        pieces.append(await choice.pieces.get())
+        if pieces[-1].error is not None:
+            raise Failed(_status(pieces[-1].error), pieces[-1].error)
+    told = None if pieces[0].logprobs is None else [one for piece in pieces for one in piece.logprobs or ()]
+    return Piece("".join(piece.text for piece in pieces), pieces[-1].finish_reason, None, told, pieces[0].prompt_logprobs)
 
 
-async def _merged(choices: list[Choice]) -> AsyncIterator[tuple[int, Piece]]:
+async def _merged(choices: list[Choice]) -> AsyncIterator[tuple[Choice, Piece]]:
     """Pieces of all choices as they come, until all have ended or one has failed."""
     waiting = {asyncio.ensure_future(choice.pieces.get()): choice for choice in choices}
     try:
@@ -267,7 +266,7 @@ async def _merged(choices: list[Choice]) -> AsyncIterator[tuple[int, Piece]]:
                 choice, piece = waiting.pop(future), future.result()
                 if piece.finish_reason is None and piece.error is None:
                     waiting[asyncio.ensure_future(choice.pieces.get())] = choice
-                yield choice.index, piece
+                yield choice, piece
     finally:
         for future in waiting:
             future.cancel()

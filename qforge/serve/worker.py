@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qforge.errors import QforgeError, UnsupportedError
-from qforge.runtime.sequence import FinishReason, SamplingParams, Sequence
+from qforge.runtime.sequence import FinishReason, Logprob, SamplingParams, Sequence
 
 if TYPE_CHECKING:
     from qforge.runtime.engine import Engine
@@ -33,11 +33,15 @@ class Piece:
         text: new text; what may begin a stop string is held back.
         finish_reason: `stop` or `length` with the last piece, else None.
         error: why it ended without one.
+        logprobs: of its tokens, where they are wanted.
+        prompt_logprobs: with the first piece, where they are.
     """
 
     text: str
     finish_reason: str | None = None
     error: str | None = None
+    logprobs: list[Logprob] | None = None
+    prompt_logprobs: list[Logprob | None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -167,7 +171,9 @@ class Worker:
 
     def _piece(self, ticket: Ticket, tokens: int) -> Piece:
         sequence, text = ticket.sequence, self._engine.text(ticket.sequence)
-        piece = Piece(text[ticket.characters :], str(sequence.finish_reason) if sequence.finish_reason else None)
+        told = sequence.logprobs[ticket.tokens :] if sequence.params.logprobs is not None else None
+        of_prompt = sequence.prompt_logprobs if sequence.params.prompt_logprobs is not None and ticket.tokens == 0 else None
+        piece = Piece(text[ticket.characters :], str(sequence.finish_reason) if sequence.finish_reason else None, None, told, of_prompt)
         ticket.first = ticket.first or time.monotonic()
         ticket.tokens, ticket.characters = tokens, len(text)
         return piece

@@ -124,6 +124,16 @@ def test_a_sequence_begins_behind_what_the_cache_has_of_it() -> None:
     assert [s.cached for s in (_again(scheduler, 40), _again(scheduler, 40, plain=True))] == [32, 0]
 
 
+def test_what_a_sequence_left_when_it_gave_way_does_not_count_as_cached() -> None:
+    scheduler = Scheduler(BlockPool(6), 16, 4, 64, prefix_cache=True)
+    a = _sequence(0, 40)
+    scheduler.add(a)
+    scheduler.advance(scheduler.schedule())
+    scheduler._preempt(a)
+    assert _places(scheduler.schedule()) == [(0, 32, 40)]
+    assert (a.cached, a.preemptions) == (0, 1)
+
+
 def test_who_begins_alike_waits_for_the_first() -> None:
     scheduler = Scheduler(BlockPool(20), 16, 4, 64, prefix_cache=True)
     for s in (_sequence(0, 20), _sequence(1, 20), _sequence(2, 20)):

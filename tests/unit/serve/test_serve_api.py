@@ -113,6 +113,67 @@ def test_several_prompts_have_several_choices_each_in_order(client: openai.OpenA
     assert event.usage == got.usage
 
 
+def test_logprobs_are_the_runtimes_with_the_tokens_texts(client: openai.OpenAI, alone: LLM) -> None:
+    (want,) = alone.generate(["The miller had"], SamplingParams(max_tokens=12, logprobs=3, prompt_logprobs=3))
+    assert want.logprobs is not None
+    assert want.prompt_logprobs is not None
+    decode = alone.tokenizer.decode
+    how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    for echo in (False, True):
+        got = client.completions.create(model="tiny", prompt="The miller had", temperature=0, max_tokens=12, logprobs=3, echo=echo)
+        found = got.choices[0].logprobs
+        assert found is not None
+        told = [*want.prompt_logprobs, *want.logprobs] if echo else want.logprobs
+        assert found.token_logprobs == [None if t is None else t.logprob for t in told]
+        for spelled, one in zip(found.top_logprobs or (), told, strict=True):
+            assert (spelled is None) == (one is None)
+            if one is not None:  # of tokens with the same text, which are bytes here, the most likely is told
+                assert max(spelled.values()) == one.top[0][1]
+                assert set(spelled.values()) <= {p for _, p in one.top} | {one.logprob}
+                assert len(spelled) == len({decode([t], **how) for t, _ in one.top} | {decode([one.token], **how)})
+        assert got.choices[0].text == ("The miller had" if echo else "") + want.text
+        ids = want.prompt_token_ids * echo + want.token_ids
+        whole = decode(want.prompt_token_ids + want.token_ids, **how)
+        whole = whole if echo else whole[len(decode(want.prompt_token_ids, **how)) :]
+        assert "".join(found.tokens or ()).replace("\ufffd", "") == whole.replace("\ufffd", "")
+        assert found.text_offset == [sum(map(len, (found.tokens or ())[:i])) for i in range(len(ids))]
+        events = client.completions.create(model="tiny", prompt="The miller had", temperature=0, max_tokens=12, logprobs=3, echo=echo, stream=True)
+        parts = [e.choices[0] for e in events]
+        assert "".join(p.text for p in parts) == got.choices[0].text
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [one for p in parts if p.logprobs for one in getattr(p.logprobs, name)] == getattr(found, name)
+
+
+def test_an_echo_without_logprobs_is_the_prompt_as_it_was_or_reads(client: openai.OpenAI, alone: LLM) -> None:
+    (want,) = alone.generate(["The miller had"], SamplingParams(max_tokens=5))
+    for prompt in ("The miller had", want.prompt_token_ids):
+        got = client.completions.create(model="tiny", prompt=prompt, temperature=0, max_tokens=5, echo=True, n=2)
+        assert [(c.text, c.logprobs) for c in got.choices] == [("The miller had" + want.text, None)] * 2
+
+
+def test_a_chat_tells_logprobs_and_the_bytes_of_tokens(client: openai.OpenAI, alone: LLM) -> None:
+    (want,) = alone.generate([MESSAGES], SamplingParams(max_tokens=12, logprobs=2))
+    assert want.logprobs is not None
+    got = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0, max_tokens=12, logprobs=True, top_logprobs=2)  # type: ignore[arg-type]
+    assert got.choices[0].logprobs is not None
+    content = got.choices[0].logprobs.content or []
+    assert [(c.logprob, [t.logprob for t in c.top_logprobs]) for c in content] == [(t.logprob, [p for _, p in t.top]) for t in want.logprobs]
+    assert all(c.bytes is None if "\ufffd" in c.token else bytes(c.bytes or ()).decode() == c.token for c in content)
+    whole = alone.tokenizer.decode(want.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert "".join(c.token for c in content).replace("\ufffd", "") == whole.replace("\ufffd", "")
+    chunks = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0, max_tokens=12, logprobs=True, top_logprobs=2, stream=True)  # type: ignore[call-overload]
+    assert [one for c in chunks if c.choices[0].logprobs for one in c.choices[0].logprobs.content] == content
+
+
+def test_a_chat_without_max_tokens_takes_what_room_there_is(folder: Path) -> None:
+    with running(LLM(str(folder), num_blocks=4)) as url:
+        answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": MESSAGES, "temperature": 0, "ignore_eos": True}, timeout=60).json()
+        assert (answer["usage"]["total_tokens"], answer["choices"][0]["finish_reason"]) == (64, "length")
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == 64
+        long = httpx.post(f"{url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "The miller " * 100}]})
+        assert long.status_code == 400
+
+
 def test_a_stop_string_ends_a_text_and_is_no_part_of_it(client: openai.OpenAI, alone: LLM) -> None:
     (whole,) = alone.generate(["The miller had"], SamplingParams(max_tokens=30))
     stop = whole.text[5:8]
@@ -131,9 +192,10 @@ def test_a_stop_string_ends_a_text_and_is_no_part_of_it(client: openai.OpenAI, a
         ("completions", {"prompt": [1, 2, 10**6]}, 400, "not in the model's vocabulary"),
         ("completions", {"prompt": [5] * 300}, 400, "leaves no room in the model's context"),
         ("completions", {"max_tokens": 3}, 400, "prompt: Field required"),
-        ("completions", {"prompt": "a", "logprobs": 3}, 400, "`logprobs` is not supported here"),
+        ("completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs is 21; it must be from 0 to 20"),
+        ("chat/completions", {"messages": MESSAGES, "top_logprobs": 2}, 400, "`top_logprobs` are of `logprobs`, and these are not asked for"),
         ("completions", {"prompt": "a", "presence_penalty": 0.5}, 400, "`presence_penalty` is not supported here, only 0"),
-        ("completions", {"prompt": "a", "echo": True}, 400, "`echo` is not supported here, only false"),
+        ("chat/completions", {"messages": MESSAGES, "echo": True}, 400, "`echo` is not known here"),
         ("completions", {"prompt": "a", "beams": 2}, 400, "`beams` is not known here"),
         ("completions", {"prompt": "a", "n": 0}, 400, "n: Input should be greater than or equal to 1"),
         ("chat/completions", {"messages": []}, 400, "messages"),

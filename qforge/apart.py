@@ -1,4 +1,4 @@
-"""Untrusted files, opened in a separate process with limits of time and memory, because a damaged one can crash it, fill its memory or never return."""
+"""Functions of ours called in a separate process; untrusted files among them, with limits of time and memory: a damaged one can crash it, fill its memory or never return."""
 
 from __future__ import annotations
 
@@ -11,13 +11,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from qforge.errors import first_line
 
 _PATIENCE = 15  # seconds on the clock for each of computing; a machine may be busy
 _ENDS = {signal.SIGXCPU: "it takes too long", signal.SIGKILL: "it takes too long"}
+_BEGIN = "import importlib, sys; root = sys.argv.pop(1); sys.path.insert(0, root); import qforge; sys.path.remove(root); sys.path.append(root); importlib.import_module({!r}).{}()"
+
+
+def command(function: str) -> list[str]:
+    """The beginning of a command that calls `module:name` of ours, without arguments; what follows is the function's `sys.argv[1:]`.
+
+    The process has the qforge that this one has, whatever named it here, and takes no Python file from the folder where the user stands: that may be a stranger's model.
+    """
+    module, _, name = function.partition(":")
+    return [sys.executable, "-P", "-c", _BEGIN.format(module, name), str(Path(__file__).parents[1])]
 
 
 def problem(function: str, arguments: Sequence[str], seconds: int, nbytes: int, told: bytes = b"") -> str | None:
-    """What a function finds wrong, in a line; None if nothing. That it takes too long, too much memory, or ends its process is found, too.
+    """What a function finds wrong, in a line; None if nothing. That it takes too long, too much memory, or ends its process, or that this cannot call it, is found, too.
 
     Args:
         function: `module:name`; called with the arguments and what is told, it returns a problem or None, or raises.
@@ -26,15 +39,17 @@ def problem(function: str, arguments: Sequence[str], seconds: int, nbytes: int, 
         nbytes: of address space.
         told: what is too long for an argument.
     """
-    command = [sys.executable, "-P", "-c", "from qforge.apart import main; main()", function, str(seconds), str(nbytes), *arguments]
+    words = [*command(f"{__name__}:main"), function, str(seconds), str(nbytes), *arguments]
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     try:
-        done = subprocess.run(command, input=told, capture_output=True, timeout=_PATIENCE * (1 + seconds), env=environment, check=False)
+        done = subprocess.run(words, input=told, capture_output=True, timeout=_PATIENCE * (1 + seconds), env=environment, check=False)
     except subprocess.TimeoutExpired:
         return "it takes too long"
     if done.returncode < 0:
         number = signal.Signals(-done.returncode)
         return _ENDS.get(number, f"it ends the process that runs it ({number.name})")
+    if done.returncode > 0:
+        return next(reversed(done.stderr.decode(errors="replace").strip().splitlines()), f"it ends with exit code {done.returncode}")
     return done.stdout.decode(errors="replace").strip() or None
 
 
@@ -49,7 +64,7 @@ def main() -> None:
     except MemoryError:
         found = "it takes too much memory"
     except BaseException as e:  # panics of Rust code among it
-        found = (str(e) or type(e).__name__).strip().splitlines()[0]
+        found = first_line(e)
     sys.stdout.buffer.write((found or "").encode(errors="replace"))
 
 

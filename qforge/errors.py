@@ -55,3 +55,8 @@ class MissingCapabilityError(QforgeError):
     """This machine lacks something that was asked for."""
 
     exit_code = 3
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in its first line; the name of its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from qforge.errors import ModelError
+from qforge.errors import ModelError, first_line
 from qforge.files import check_regular
 from qforge.models.config import read_json
 from qforge.models.trial import try_template, try_tokenizer
@@ -72,7 +72,7 @@ def reading_tokenizer(failed: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, ModelError):
         raise
     except BaseException as e:
-        raise ModelError(f"{failed}: {(str(e) or type(e).__name__).strip().splitlines()[0]}") from e
+        raise ModelError(f"{failed}: {first_line(e)}") from e
 
 
 def _check_ids(folder: Path) -> None:

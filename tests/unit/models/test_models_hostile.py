@@ -28,6 +28,7 @@ from qforge.layouts.bitsandbytes import BitsAndBytes
 from qforge.layouts.compressed_tensors import CompressedTensors
 from qforge.layouts.mlx import Mlx
 from qforge.models.adapter_config import read_adapter_config
+from qforge.models.assets import reading_tokenizer
 from qforge.models.config import read_json
 from qforge.models.gguf_header import read_gguf_header
 from qforge.models.model import open_model
@@ -107,6 +108,11 @@ def test_a_tokenizer_that_ends_its_process_is_refused(copy: Path, normalizer: di
     tell(copy / "tokenizer.json", normalizer=normalizer)
     with pytest.raises(ModelError, match=r"the tokenizer in .* cannot be used"):
         open_model(str(copy)).tokenizer()
+
+
+def test_an_error_without_words_is_told_by_its_type() -> None:
+    with pytest.raises(ModelError, match=r"^it cannot be loaded: LookupError$"), reading_tokenizer("it cannot be loaded"):
+        raise LookupError(" \n")
 
 
 @pytest.mark.parametrize("pattern", ["(.*.*.*)*=", "((((.*)*)*)*)*=", "(a|a|[a-z._0-9]+)+$="])

@@ -66,7 +66,8 @@ class Asked(BaseModel):
             raise DataError(f"`stop` has {len(stop):,} strings; at most {_MOST_STOPS} of at most {_LONGEST_STOP} characters are looked for, after every token of everybody")
         return [
             SamplingParams(
-                max_tokens=self.most(), temperature=1.0 if self.temperature is None else self.temperature, top_k=top_k, top_p=1.0 if self.top_p is None else self.top_p, min_p=self.min_p or 0.0,
+                max_tokens=self.most(), temperature=1.0 if self.temperature is None else self.temperature, top_k=top_k,
+                top_p=1.0 if self.top_p is None else self.top_p, min_p=self.min_p or 0.0,
                 seed=None if self.seed is None else self.seed + i, stop=stop, stop_token_ids=tuple(self.stop_token_ids or ()), ignore_eos=bool(self.ignore_eos),
                 logprobs=told, prompt_logprobs=of_prompt,
             )

@@ -57,11 +57,11 @@ $(GPU): $(READY)
 	$(GPU)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) --no-deps 'triton>=3.9,<3.10' 'nvidia-cuda-nvrtc>=13,<14'
 	@touch $(GPU)
 
-# What .venv has, and lm-eval with the forty packages that it brings: none of them is the library's.
+# What .venv has, and lm-eval with the forty packages that it brings: none of them is the library's. It asks servers only with tenacity.
 $(EVAL): $(READY)
 	$(PYTHON) -m venv $(EVAL)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$($(EVAL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
-	$(EVAL)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(TORCH) 'lm-eval>=0.4.13,<0.4.14' 'datasets>=4,<6'
+	$(EVAL)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(TORCH) 'lm-eval>=0.4.13,<0.4.14' 'datasets>=4,<6' 'tenacity>=9,<10'
 	@touch $(EVAL)
 
 check: setup

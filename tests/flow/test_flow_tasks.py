@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -80,6 +81,33 @@ class TestWithLmEval:
         for (a, greedy), (b, theirs_greedy) in zip(ours._loglikelihood_tokens(asked), theirs._loglikelihood_tokens(asked), strict=True):
             assert a == pytest.approx(b, abs=1e-4)
             assert greedy == theirs_greedy
+
+    def test_lm_eval_asks_our_server_and_finds_the_same(self, tmp_path: Path, few: None) -> None:
+        """`lm_eval --model local-completions`, which has log-probabilities of echoed prompts told, beside the engine in this process."""
+        import lm_eval
+        from lm_eval.models.openai_completions import LocalCompletionsAPI
+        from lm_eval.tasks import TaskManager
+
+        from qforge.engines.lm_eval_model import TaskModel
+
+        folder = tiny.make(tmp_path / "tiny")
+        engine, tokenizer = RuntimeEngine(open_model(str(folder))), open_model(str(folder)).tokenizer()
+        expected = tasks.answer(["qforge_few"], engine, tokenizer, 256)["qforge_few"]
+        with subprocess.Popen([sys.executable, "-m", "qforge", "serve", str(folder), "--port", "0"], stderr=subprocess.PIPE, text=True) as server:
+            try:
+                assert server.stderr is not None
+                url = server.stderr.readline().split()[-1]
+                theirs = LocalCompletionsAPI(base_url=f"{url}/completions", model="tiny", tokenizer=str(folder), tokenizer_backend="huggingface", batch_size=4)
+                found = lm_eval.simple_evaluate(model=theirs, tasks=[tasks.task("qforge_few")], task_manager=TaskManager(include_defaults=False), bootstrap_iters=0)
+                assert found is not None
+                assert {m: found["results"]["qforge_few"][f"{m},none"] for m in ("acc", "acc_norm")} == {m: expected.figures[m] for m in ("acc", "acc_norm")}
+                ours = TaskModel(engine, tokenizer, 256)
+                asked = [((q["context"], c), *ours._encode_pair(q["context"], c)) for q in QUESTIONS[:4] for c in q["choices"]]
+                for (a, greedy), (b, theirs_greedy) in zip(ours._loglikelihood_tokens(asked), theirs._loglikelihood_tokens(asked), strict=True):
+                    assert a == pytest.approx(b, abs=1e-6)
+                    assert greedy == theirs_greedy
+            finally:
+                server.kill()
 
     def test_a_run_reports_both_models_answers(self, tmp_path: Path, few: None) -> None:
         tiny.make(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""A process that shares a model with others: `python -m qforge.runtime.follower JOB`, started by `parallel.Followers`."""
+"""A process that shares a model with others, started by `parallel.Followers`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from qforge.runtime.parallel import Job, join, open_share
 from qforge.runtime.running import blocks_for, running
 
 
-def main(argument: str) -> int:
+def main() -> None:
+    """Main function of the process; a `Job` as JSON is its argument."""
+    sys.exit(_follow(Job.from_json(sys.argv[1])))
+
+
+def _follow(job: Job) -> int:
     """Open a share, say how many cache blocks there is room for, then compute each step that comes in until no more does."""
-    job = Job.from_json(argument)
     try:
         opened = open_share(open_model(job.source, dtype=job.dtype), job)
         print(blocks_for(opened, job.where, job.how.kv_cache), flush=True)
@@ -30,7 +34,3 @@ def main(argument: str) -> int:
             compute(pickle.load(sys.stdin.buffer))
     except EOFError:
         return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

@@ -8,6 +8,8 @@ import sys
 import time
 from typing import Any
 
+from qforge import apart
+
 PROMPT = "The capital of France is"
 
 
@@ -19,7 +21,7 @@ def start_to_first_token(model: str, options: dict[str, Any]) -> dict[str, Any]:
         model, options: what `LLM` takes.
     """
     begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "qforge.runtime.new_process", json.dumps([model, options])], capture_output=True, text=True, errors="replace", check=False)
+    done = subprocess.run([*apart.command(f"{__name__}:tell"), json.dumps([model, options])], capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
         return {"first_token_ms": None, "prompt_tokens": None, "failed": next(iter(reversed(done.stderr.strip().splitlines())), f"exit code {done.returncode}")}
     told: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -34,7 +36,3 @@ def tell() -> None:
     model, options = json.loads(sys.argv[1])
     output = LLM(model, **options).generate([PROMPT], SamplingParams(max_tokens=1))[0]
     print("\n" + json.dumps({"first": time.monotonic(), "prompt_tokens": len(output.prompt_token_ids)}), flush=True)
-
-
-if __name__ == "__main__":
-    tell()

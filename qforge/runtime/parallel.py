@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qforge import apart
 from qforge.errors import MissingCapabilityError, UnsupportedError
 from qforge.machine_limits import default_threads
 from qforge.runtime.opening import Opened, of_model
@@ -134,7 +135,7 @@ class Followers:
     """The other processes. They end when this object goes, or this process does."""
 
     def __init__(self, jobs: list[Job]) -> None:
-        command = [sys.executable, "-m", "qforge.runtime.follower"]
+        command = apart.command("qforge.runtime.follower:main")
         self._processes = [subprocess.Popen([*command, job.to_json()], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for job in jobs]
         self.end = weakref.finalize(self, _end, self._processes, Path(jobs[0].rendezvous).parent)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from shared_models import Exchange, together
 from tolerances import LOGITS
 
 from qforge import numerics
-from qforge.errors import UnsupportedError
+from qforge.errors import MissingCapabilityError, UnsupportedError
 from qforge.export.hf import write_artifact
 from qforge.models.model import open_model
 from qforge.qlinear import QuantizedLinear
@@ -24,8 +22,10 @@ from qforge.runtime import LLM, SamplingParams, shared_loader
 from qforge.runtime.decoder import Decoder
 from qforge.runtime.linears import Dense
 from qforge.runtime.loader import read
-from qforge.runtime.parallel import check_size
+from qforge.runtime.new_process import start_to_first_token
+from qforge.runtime.parallel import Followers, Job, check_size
 from qforge.runtime.places import Host
+from qforge.runtime.running import How, Limits
 from qforge.runtime.scheduler import Piece
 from qforge.runtime.sequence import Sequence
 from qforge.runtime.shared_loader import read_share
@@ -152,11 +152,23 @@ def test_two_processes_give_the_tokens_and_logits_of_one(tmp_path: Path, monkeyp
     assert not list((tmp_path / "meeting").iterdir())
 
 
-def test_a_follower_that_cannot_open_the_model_says_why(tmp_path: Path) -> None:
-    job = '{"source": "%s", "dtype": "auto", "rank": 1, "size": 2, "where": {"device": "cpu", "block_size": 16, "num_blocks": 4, "max_num_seqs": 1, "max_step_tokens": 16},'
-    job += ' "how": {"activations": "fp", "threads": 1, "kv_cache": null, "graphs": false}, "rendezvous": "/nowhere"}'
-    done = subprocess.run([sys.executable, "-m", "qforge.runtime.follower", job % (tmp_path / "none")], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "none" in done.stderr
-    assert "Traceback" not in done.stderr
+def job(source: Path) -> Job:
+    return Job(str(source), "auto", 1, 2, Limits("cpu", 16, 4, 1, 16), How("fp", 1, None, graphs=False), str(source.parent / "meeting" / "rendezvous"))
+
+
+def test_a_follower_that_cannot_open_the_model_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(MissingCapabilityError, match=r"process 1 of 2 .* has ended \(exit code 2\)"):
+        Followers([job(tmp_path / "none")]).ready()
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert "none" in said.err
+    assert "Traceback" not in said.err
+
+
+def test_processes_take_no_python_file_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch", "transformers", "numpy"):
+        (tmp_path / f"{name}.py").write_text("import os, sys; print('a stranger was here', file=sys.stderr, flush=True); os._exit(77)")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MissingCapabilityError, match=r"exit code 2\b"):
+        Followers([job(tmp_path / "none")]).ready()
+    assert "none" in start_to_first_token(str(tmp_path / "none"), {})["failed"]

@@ -249,9 +249,14 @@ def _unpack_zeros(tensors: Mapping[str, torch.Tensor], scheme: Scheme, rows: int
     if scheme.symmetry is not Symmetry.ASYM:
         return None
     stored = take(tensors, "weight_zero_point", NAME)
+    if stored.is_floating_point() or stored.is_complex():
+        raise ModelError(f"weight_zero_point is {stored.dtype}, where integers are needed")
     if stored.dtype != torch.int32:
-        return (_reshaped(stored, (rows, columns), "weight_zero_point").to(torch.int16) + (1 << (scheme.bits - 1))).to(torch.uint8)
+        zeros = _reshaped(stored, (rows, columns), "weight_zero_point").to(torch.int64) + (1 << (scheme.bits - 1))
+        if ((zeros < 0) | (zeros >= 1 << scheme.bits)).any():
+            raise ModelError(f"weight_zero_point holds values that {scheme} cannot")
+        return zeros.to(torch.uint8)
     words = words_for(rows, scheme.bits)
-    if stored.shape[0] != rows:
+    if tuple(stored.shape) != (rows, columns):  # padded to as many rows as there are outputs
         expect_shape(stored, (words, columns), "weight_zero_point", NAME)
     return unpack_words(stored[:words].contiguous(), scheme.bits, rows, dim=0)

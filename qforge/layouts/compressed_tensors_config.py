@@ -190,7 +190,7 @@ def _number(args: Mapping[str, Any]) -> Number:
     if kind == "int" and isinstance(bits, int) and bits in _INTEGERS:
         return _INTEGERS[bits]
     raise ModelError(
-        f"this checkpoint has {kind} numbers of {bits} bits; qforge reads int{'/int'.join(map(str, sorted(_INTEGERS)))} and floats of 4 and 8 bits from compressed-tensors"
+        f"this checkpoint has {kind!r} numbers of {bits!r} bits; qforge reads int{'/int'.join(map(str, sorted(_INTEGERS)))} and floats of 4 and 8 bits from compressed-tensors"
     )
 
 
@@ -203,4 +203,4 @@ def _granularity(args: Mapping[str, Any]) -> Granularity:
         return Granularity(Per.BLOCK, structure[1], structure[0])
     if strategy in ("tensor", "channel", "token"):
         return Granularity(Per(strategy))
-    raise ModelError(f"this checkpoint has the strategy '{strategy}' (group_size {size}, block_structure {structure}), which qforge does not read")
+    raise ModelError(f"this checkpoint has the strategy {strategy!r} (group_size {size!r}, block_structure {structure!r}), which qforge does not read")

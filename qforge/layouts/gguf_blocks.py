@@ -102,7 +102,9 @@ class GgufBlocks:
             shift = (-grouped.amin(-1)).clamp(0, high)
             if "zeros_above" in tensors:
                 shift = shift + expect_shape(tensors["zeros_above"], (rows, columns), "zeros_above", self.name).to(torch.int16)
-            grouped, zeros = grouped + shift[..., None], shift.clamp(max=high).to(torch.uint8)
+            if shift.max() > high:
+                raise ModelError(f"the zero points of these {self.name} blocks are beyond what {scheme} holds")
+            grouped, zeros = grouped + shift[..., None], shift.to(torch.uint8)
         if grouped.min() < low or grouped.max() > high:
             raise ModelError(f"these {self.name} blocks hold values that {scheme} cannot")
         return QuantizedLinear(scheme, grouped.reshape(values.shape).to(code_dtype(scheme)), per_scale[..., 0].contiguous(), zeros)

@@ -37,7 +37,7 @@ def described(method: str, config: Mapping[str, Any]) -> bool:
     if told == ALGORITHM or (isinstance(told, Mapping) and {key: usual if told.get(key) is None else told[key] for key, usual in _DEFAULTS.items()} == SCHEME):
         return True
     raise ModelError(
-        f"this checkpoint keeps keys and values as {told}, which qforge does not read; it reads FP8 with calibrated scales, one for all keys of a layer and one for all values"
+        f"this checkpoint keeps keys and values as {told!r}, which qforge does not read; it reads FP8 with calibrated scales, one for all keys of a layer and one for all values"
     )
 
 

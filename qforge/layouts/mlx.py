@@ -128,7 +128,7 @@ def read_config(config: Mapping[str, Any], quantized: Sequence[str], read: Calla
         own = config.get(name, config)
         settings = [own.get("bits"), own.get("group_size"), own.get("mode", "affine")] if isinstance(own, Mapping) else [None] * 3
         bits, group, mode = settings
-        if bits not in BITS or group not in _BLOCKS or mode != "affine":
+        if type(bits) is not int or bits not in BITS or type(group) is not int or group not in _BLOCKS or mode != "affine":
             raise ModelError(
                 f"an MLX linear of {bits!r} bits in groups of {group!r}, mode {mode!r}, is not readable ('{name}'); {', '.join(map(str, BITS))} bits in groups of 32, 64 or 128 are"
             )

@@ -124,7 +124,7 @@ def read_config(config: Mapping[str, Any], quantized: Sequence[str], read: Calla
     """
     algorithm, group = config.get("quant_algo"), config.get("group_size")
     text = next((text for text, name in _WHOLE.items() if name == algorithm and group in (None, 128)), None)
-    if algorithm == "W4A16_AWQ" and group in (64, 128) and not config.get("has_zero_point"):
+    if algorithm == "W4A16_AWQ" and type(group) is int and group in (64, 128) and not config.get("has_zero_point"):
         text = f"int4-g{group}-sym"
     if text is None:
         raise ModelError(f"{FILE} tells of {algorithm!r} with a group_size of {group!r}; W4A16_AWQ of 64 or 128 without zero points, {', '.join(_WHOLE.values())} are readable")

@@ -98,6 +98,11 @@ def packed(text="int4-g32-asym"):
         ("weight_scale", lambda t: t * float("nan"), "finite"),
         ("weight_zero_point", lambda t: None, "weight_zero_point"),
         ("weight_zero_point", lambda t: t[:1], "weight_zero_point"),
+        ("weight_zero_point", lambda t: torch.tensor(3, dtype=torch.int32), "weight_zero_point"),
+        ("weight_zero_point", lambda t: t.new_zeros(16), "weight_zero_point"),
+        ("weight_zero_point", lambda t: t.new_zeros(16, 1), "weight_zero_point"),
+        ("weight_zero_point", lambda t: torch.zeros(16, 2), "integers"),
+        ("weight_zero_point", lambda t: torch.full((16, 2), 300, dtype=torch.int64), "int4-g32-asym cannot"),
         ("weight_g_idx", lambda t: torch.full((64,), 9), "group"),
     ],
 )

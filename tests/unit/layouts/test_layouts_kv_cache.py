@@ -52,7 +52,7 @@ def test_another_cache_is_refused(change: dict[str, object]) -> None:
     assert kv_cache.described("compressed-tensors", {"kv_cache_scheme": kv_cache.SCHEME | {"strategy": None, "observer": "minmax"}})
     with pytest.raises(ModelError, match="keeps keys and values as"):
         kv_cache.described("compressed-tensors", {"kv_cache_scheme": kv_cache.SCHEME | change})
-    with pytest.raises(ModelError, match="keeps keys and values as NVFP4"):
+    with pytest.raises(ModelError, match="keeps keys and values as 'NVFP4'"):
         kv_cache.described("trtllm", {"kv_cache_quant_algo": "NVFP4"})
 
 

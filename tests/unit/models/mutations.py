@@ -63,8 +63,7 @@ def json_changed(content: bytes, rng: random.Random) -> bytes:
             case 0:
                 holder[key] = copy.deepcopy(rng.choice(VALUES))
             case 1:
-                value = holder[key]
-                holder[key] = rng.choice(NUMBERS) if isinstance(value, int) else [value] if rng.random() < 0.5 else str(value)
+                holder[key] = _alike(holder[key], rng)
             case 2:
                 del holder[key]
             case 3:
@@ -73,6 +72,13 @@ def json_changed(content: bytes, rng: random.Random) -> bytes:
         if not isinstance(tree, dict) or not list(_places(tree)):
             break
     return json.dumps(tree).replace('"@deep@"', _DEEP).encode()
+
+
+def _alike(value: Any, rng: random.Random) -> Any:
+    """Another integer, or the float that equals it; what is none as text, or in a list."""
+    if isinstance(value, int):
+        return float(value) if abs(value) < 2**53 and rng.random() < 0.3 else rng.choice(NUMBERS)
+    return [value] if rng.random() < 0.5 else str(value)
 
 
 def template_changed(content: bytes, rng: random.Random) -> bytes:

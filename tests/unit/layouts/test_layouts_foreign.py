@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from qforge.errors import ModelError
-from qforge.layouts import kv_cache, mlx, trtllm
 from qforge.layouts import compressed_tensors_config as compressed
+from qforge.layouts import kv_cache, mlx, trtllm
 from qforge.layouts.gguf_blocks import GgufBlocks
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse

@@ -13,6 +13,7 @@ from qforge.files import expanded
 
 ALLOWED = "a results.json, FOLDER or FOLDER@REF of past runs named by commit (<commit>.json or <commit>/results.json), REF:PATH in git, or a text file that names one of these"
 HISTORY = 30  # past runs shown
+_SECONDS = 60  # that git may take
 _COMMIT = re.compile(r"(?:^|[^0-9a-f])([0-9a-f]{7,40})$")
 
 
@@ -45,17 +46,25 @@ def find(baseline: str, candidate: Path, *, folder: Path = Path("."), through: t
         through: text files that lead here.
 
     Raises:
-        DataError: text files name each other in a circle, or there is no such baseline (the message says what is allowed).
+        DataError: text files name each other in a circle, or there is no such baseline, or it cannot be read (the message says what is allowed, and what git said).
         MissingCapabilityError: git is needed and not installed.
     """
+    try:
+        return _found(baseline, candidate, folder, through)
+    except OSError as e:
+        raise DataError(f"{baseline}: {e.strerror or e}; give {ALLOWED}") from e
+
+
+def _found(baseline: str, candidate: Path, folder: Path, through: tuple[Path, ...]) -> Found:
     path = folder / expanded(baseline)
     if path.is_dir():
         return _from_runs(path, None, candidate, folder)
     if path.is_file():
         return _from_file(path, candidate, through)
-    runs, at, ref = baseline.rpartition("@")
-    if at and (folder / runs).is_dir():
-        return _from_runs(folder / runs, ref, candidate, folder)
+    name, at, ref = baseline.rpartition("@")
+    runs = folder / expanded(name)
+    if at and runs.is_dir():
+        return _from_runs(runs, ref, candidate, folder)
     ref, colon, inside = baseline.partition(":")
     if colon and ref and inside:
         return _from_git(ref, inside, folder)
@@ -65,15 +74,19 @@ def find(baseline: str, candidate: Path, *, folder: Path = Path("."), through: t
 def _from_file(path: Path, candidate: Path, through: tuple[Path, ...]) -> Found:
     if path.resolve() in through:
         raise DataError(f"{path}: names itself as the baseline{'' if len(through) == 1 else ', through other files'}; give {ALLOWED}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as e:
-        raise DataError(f"{path}: cannot be read as text ({e}); give {ALLOWED}") from e
+    text = _text(path)
     lines = [line for line in (raw.partition("#")[0].strip() for raw in text.splitlines()) if line]
     if path.suffix == ".json" or len(lines) != 1 or lines[0][0] in "{[":
         return Found(str(path), text, [], [])
     named = find(lines[0], candidate, folder=path.parent, through=(*through, path.resolve()))
     return Found(named.name, named.text, [f"baseline accepted in {path}: {lines[0]}", *named.notes], named.history)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as e:
+        raise DataError(f"{path}: cannot be read as text ({e}); give {ALLOWED}") from e
 
 
 def _from_git(ref: str, inside: str, folder: Path) -> Found:
@@ -104,7 +117,7 @@ def _from_runs(runs: Path, ref: str | None, candidate: Path, folder: Path) -> Fo
         raise DataError(f"{runs}: holds {len(present)} past runs, none of them of {wanted[:10]} or one of its ancestors; run the baseline once, or name a file")
     commit, path = line[0]
     notes = [] if commit == wanted else [_fallback(ref or "HEAD", wanted, commit, folder)]
-    return Found(str(path), path.read_text(encoding="utf-8"), notes, [p for c, f in reversed(line[:HISTORY]) if (p := _past(c, f))])
+    return Found(str(path), _text(path), notes, [p for c, f in reversed(line[:HISTORY]) if (p := _past(c, f))])
 
 
 def _named(path: Path) -> str | None:
@@ -127,16 +140,32 @@ def _fallback(ref: str, wanted: str, used: str, folder: Path) -> str:
 
 
 def _commit(ref: str, folder: Path) -> str:
-    found = _git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}")
-    if found is None:
-        raise DataError(f"{ref}: git knows no such commit here (or this is no git repository); give {ALLOWED}")
-    return found
+    done = _run(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}")
+    if done.returncode == 0 and done.stdout:
+        return done.stdout.decode().strip()
+    said = " ".join(done.stderr.decode(errors="replace").split())  # nothing where the commit alone is missing
+    raise DataError(f"{ref}: git {f'says: {said}' if said else 'knows no such commit here'}; give {ALLOWED}")
 
 
 def _git(folder: Path, *args: str) -> str | None:
-    """What git prints, stripped of the last line break; None when it fails."""
+    """What git prints, stripped of the last line break; None when it fails.
+
+    Raises:
+        DataError: it prints no UTF-8.
+    """
+    done = _run(folder, *args)
     try:
-        done = subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, timeout=60)
+        return done.stdout.decode().rstrip("\n") if done.returncode == 0 and done.stdout else None
+    except UnicodeDecodeError as e:
+        raise DataError(f"git {' '.join(args)}: prints no text ({e}); give {ALLOWED}") from e
+
+
+def _run(folder: Path, *args: str) -> subprocess.CompletedProcess[bytes]:
+    try:
+        return subprocess.run(["git", *args], cwd=folder, capture_output=True, timeout=_SECONDS)
     except FileNotFoundError as e:
         raise MissingCapabilityError("git is not installed, and this baseline needs it; install git, or name a results.json") from e
-    return done.stdout.rstrip("\n") if done.returncode == 0 and done.stdout else None
+    except subprocess.TimeoutExpired as e:
+        raise DataError(f"git {' '.join(args)} did not end within {_SECONDS} s; name a results.json") from e
+    except ValueError as e:  # a null byte in a name
+        raise DataError(f"git cannot be asked for {args[-1]!r} ({e}); give {ALLOWED}") from e

@@ -12,6 +12,7 @@ from test_evaluate_compare import evaluation
 
 from qforge.cli.main import main
 from qforge.errors import DataError
+from qforge.evaluate import baseline
 from qforge.evaluate.baseline import find
 
 
@@ -84,12 +85,12 @@ def test_folders_named_by_commit(repository: Repository) -> None:
 
 
 def test_a_file_in_git(repository: Repository) -> None:
-    baseline = repository.folder / "ci" / "baseline.json"
-    baseline.parent.mkdir()
-    baseline.write_text("one")
+    file = repository.folder / "ci" / "baseline.json"
+    file.parent.mkdir()
+    file.write_text("one")
     repository.git("add", ".")
     repository.commit("a baseline")
-    baseline.write_text("two")
+    file.write_text("two")
     repository.git("commit", "-q", "-am", "another")
     repository.git("rm", "-q", "ci/baseline.json")
     repository.git("commit", "-q", "-m", "gone")
@@ -120,7 +121,7 @@ def test_files_that_name_each_other_in_a_circle_are_refused(repository: Reposito
         find("a.txt", CANDIDATE)
 
 
-@pytest.mark.parametrize("given", ["missing.json", "runs@nowhere", "runs", "nowhere:file.json", "nowhere"])
+@pytest.mark.parametrize("given", ["missing.json", "runs@nowhere", "runs", "nowhere:file.json", "nowhere", "x" * 300, "runs@" + "x" * 300])
 def test_what_is_not_there_is_refused(repository: Repository, given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DataError):
         find(given, CANDIDATE)
@@ -129,6 +130,50 @@ def test_what_is_not_there_is_refused(repository: Repository, given: str, capsys
         main(["compare", given, "candidate.json"])
     assert e.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_is_no_text_is_refused(repository: Repository) -> None:
+    """In a folder of past runs, as a file, at a commit, and as the name of one."""
+    run = repository.run(3)
+    run.write_bytes(b"\xff\xfe")
+    (repository.folder / "name.txt").write_bytes(b"a\0b:results.json")
+    repository.git("add", ".")
+    repository.commit("no text")
+    for given in ("runs", f"runs/{run.name}", f"HEAD:runs/{run.name}", "name.txt"):
+        with pytest.raises(DataError, match=r"give a results\.json"):
+            find(given, CANDIDATE)
+
+
+def test_a_folder_of_past_runs_at_home(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository.run(1)
+    monkeypatch.setenv("HOME", str(repository.folder))
+    assert find("~/runs@HEAD~2", CANDIDATE).text == find("runs@HEAD~2", CANDIDATE).text == find("~/runs", CANDIDATE).text
+
+
+def test_what_git_says_is_told(repository: Repository, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Usual in a container whose checkout belongs to another user."""
+    repository.run(3)
+    for name, value in {"GIT_TEST_ASSUME_DIFFERENT_OWNER": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DataError, match=r"HEAD: .*dubious ownership.*safe\.directory") as e:
+        find("runs", CANDIDATE)
+    assert "\n" not in str(e.value)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path_factory.getbasetemp()))
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    with pytest.raises(DataError, match="not a git repository"):
+        find("HEAD:results.json", CANDIDATE)
+
+
+def test_a_git_that_does_not_answer_is_one_message(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository.run(3)
+    slow = repository.folder / "bin" / "git"
+    slow.parent.mkdir()
+    slow.write_text("#!/bin/sh\nexec sleep 20\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{slow.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(baseline, "_SECONDS", 0.2)
+    with pytest.raises(DataError, match=r"git rev-parse .* did not end"):
+        find("runs", CANDIDATE)
 
 
 def test_compare_says_that_it_fell_back(repository: Repository, capsys: pytest.CaptureFixture[str]) -> None:

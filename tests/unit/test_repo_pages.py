@@ -49,6 +49,22 @@ def test_the_seams_are_where_the_page_says() -> None:
         assert re.search(rf"^(class|def) {name}\b", (ROOT / "qforge" / file).read_text(), re.MULTILINE), name
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("adding-*.md")), ids=lambda p: p.name)
+def test_what_a_page_tells_to_change_exists(page: Path) -> None:
+    """Files are there, names are in the sources, and a name in or of a file is defined there."""
+    text = page.read_text()
+    sources = {p: p.read_text() for folder in ("qforge", "kernels", "benchmarks", "tests") for p in (ROOT / folder).rglob("*.*") if p.suffix in (".py", ".h", ".cpp")}
+    words = {w for path, source in sources.items() if path != Path(__file__) for w in re.findall(r"\w+", source)}
+    for named in re.findall(r"`([^`<> ]+)`", text):  # no commands, no places of what is yet to be written
+        if "/" in named or re.search(r"\.(py|h|cpp|inl|md|txt)$", named):
+            assert (ROOT / named).exists() or any(f"/{path.relative_to(ROOT)}".endswith(f"/{named}") for path in sources), named
+        else:
+            assert set(re.findall(r"\w+", named)) <= words, named
+    for name, file in re.findall(r"`(\w+)(?:\(\))?` (?:in|of) `([\w/]+\.py)`", text):
+        found = [source for path, source in sources.items() if f"/{path.relative_to(ROOT)}".endswith(f"/{file}")]
+        assert any(re.search(rf"^((class|def) {name}\b|{name}(:.*)? = )", source, re.MULTILINE) for source in found), f"{name} of {file}"
+
+
 def test_the_page_of_kernels_names_every_file() -> None:
     """By itself, or as one of `linear_*.cpp`."""
     page = (ROOT / "kernels" / "README.md").read_text()

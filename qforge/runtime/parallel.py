@@ -14,7 +14,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
     import torch
 
     from qforge.models.model import Model
+
+_PATIENCE = 20.0  # seconds until processes that were told to end are killed
+_MOMENT = 2.0  # seconds that a process which broke its pipe, or an exchange, takes to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,7 @@ def open_shared(model: str | Path | Model, where: Limits, how: How, size: int) -
     """This process's share of a model, and a runner that computes with those of `size - 1` other processes. Raises as `LLM` does."""
     from qforge.models.model import open_model
 
+    _check_alone()
     model = open_model(str(model)) if isinstance(model, str | Path) else model
     if model.adapters:
         raise UnsupportedError(f"'{model.source}' has adapters merged in memory, which other processes do not see; save the merged model and give its folder")
@@ -77,7 +84,7 @@ def open_shared(model: str | Path | Model, where: Limits, how: How, size: int) -
     opened = open_share(model, jobs[0])
     blocks = min(blocks_for(opened, jobs[0].where, how.kv_cache), *followers.ready())
     followers.tell(blocks)
-    join(jobs[0])
+    followers.join(jobs[0])
     made = running(opened, jobs[0].where, blocks, how)
     return opened, replace(made, runner=SharedRunner(made.runner, followers, size), token_bytes=size * made.token_bytes)
 
@@ -120,12 +127,18 @@ def check_size(size: int, device: str) -> None:
             raise MissingCapabilityError(f"{size} processes need a GPU each, and this machine has {torch.cuda.device_count()}")
 
 
-def join(job: Job) -> None:
-    """Become process `job.rank` of the default process group."""
+def _check_alone() -> None:
     from torch import distributed
 
     if distributed.is_initialized():
         raise UnsupportedError("this process shares another model already; let go of that LLM first")
+
+
+def join(job: Job) -> None:
+    """Become process `job.rank` of the default process group. Raises UnsupportedError: there is another one already."""
+    from torch import distributed
+
+    _check_alone()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # all are on this machine
     backend = "nccl" if job.where.device.startswith("cuda") else "gloo"
     distributed.init_process_group(backend, init_method=Path(job.rendezvous).as_uri(), rank=job.rank, world_size=job.size)
@@ -137,7 +150,9 @@ class Followers:
     def __init__(self, jobs: list[Job]) -> None:
         command = apart.command("qforge.runtime.follower:main")
         self._processes = [subprocess.Popen([*command, job.to_json()], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for job in jobs]
-        self.end = weakref.finalize(self, _end, self._processes, Path(jobs[0].rendezvous).parent)
+        self._joined = threading.Event()
+        self._why: str | None = None  # they are no more
+        self.end = weakref.finalize(self, _end, self._processes, Path(jobs[0].rendezvous).parent, self._joined)
 
     def ready(self) -> list[int]:
         """Wait until each holds its weights; the cache blocks that each has room for.
@@ -157,13 +172,46 @@ class Followers:
             found.append(int(line))
         return found
 
+    def join(self, job: Job) -> None:
+        """Become one of their process group, which ends with them."""
+        join(job)
+        self._joined.set()
+
     def tell(self, message: Any) -> None:
-        """Send to all: first the number of cache blocks, then steps."""
+        """Send to all: first the number of cache blocks, then steps. Raises as `watched`."""
         data = pickle.dumps(message, protocol=5)
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(data)
-            process.stdin.flush()
+        with self.watched():
+            for process in self._processes:
+                assert process.stdin is not None
+                process.stdin.write(data)
+                process.stdin.flush()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """What is done together with them.
+
+        Raises:
+            MissingCapabilityError: it fails because one of them has ended; so then do all.
+        """
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as e:  # of a pipe, of one that is closed already, of an exchange
+            self._why = self._why or self._ended()
+            if self._why is None:
+                raise
+            self.end()
+            raise MissingCapabilityError(self._why) from e
+
+    def _ended(self) -> str | None:
+        """Which has ended, or does in this moment; of several one that a signal ended, since others end for want of it."""
+        end, codes = time.monotonic() + _MOMENT, {}
+        for number, process in enumerate(self._processes, 1):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                codes[process.wait(max(0.0, end - time.monotonic()))] = number
+        if not codes:
+            return None
+        what = f"process {codes[min(codes)]} of {len(self._processes) + 1} that share the model has ended (exit code {min(codes)})"
+        return f"{what}, for want of memory perhaps; if it had a message, it is above; open the model again"
 
 
 class SharedRunner:
@@ -179,12 +227,14 @@ class SharedRunner:
     def step(self, step: StepInput) -> torch.Tensor:
         """See `Runner.step`."""
         self._followers.tell(step)
-        return self._own.step(step)
+        with self._followers.watched():
+            return self._own.step(step)
 
     def choose(self, step: StepInput, draws: list[Draw]) -> list[int]:
         """See `Runner.choose`."""
         self._followers.tell(step)
-        return self._own.choose(step, draws)
+        with self._followers.watched():
+            return self._own.choose(step, draws)
 
     def kernels(self) -> dict[str, int]:
         """See `Runner.kernels`: of each process."""
@@ -195,16 +245,23 @@ class SharedRunner:
         return self._size * self._own.weight_bytes()
 
 
-def _end(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
+def _end(processes: list[subprocess.Popen[bytes]], folder: Path, joined: threading.Event) -> None:
+    """End them, and the process group where this process is in it."""
     for process in processes:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+    end = time.monotonic() + _PATIENCE
     for process in processes:
-        process.wait()
-    from torch import distributed
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if joined.is_set():
+        from torch import distributed
 
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
     shutil.rmtree(folder, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +19,12 @@ from qforge.errors import MissingCapabilityError, UnsupportedError
 from qforge.export.hf import write_artifact
 from qforge.models.model import open_model
 from qforge.qlinear import QuantizedLinear
-from qforge.runtime import LLM, SamplingParams, shared_loader
+from qforge.runtime import LLM, SamplingParams, parallel, shared_loader
 from qforge.runtime.decoder import Decoder
 from qforge.runtime.linears import Dense
 from qforge.runtime.loader import read
 from qforge.runtime.new_process import start_to_first_token
-from qforge.runtime.parallel import Followers, Job, check_size
+from qforge.runtime.parallel import Followers, Job, SharedRunner, check_size
 from qforge.runtime.places import Host
 from qforge.runtime.running import How, Limits
 from qforge.runtime.scheduler import Piece
@@ -145,11 +146,29 @@ def test_two_processes_give_the_tokens_and_logits_of_one(tmp_path: Path, monkeyp
     params = [SamplingParams(max_tokens=12, temperature=0.9 * (i % 2), seed=i) for i in range(8)]
     assert [o.token_ids for o in two.generate(given_, params)] == [o.token_ids for o in one.generate(given_, params)]
     assert one.runner.weight_bytes() <= two.runner.weight_bytes() < 1.2 * one.runner.weight_bytes()
+    with pytest.raises(UnsupportedError, match="shares another model already"):
+        LLM(path, threads=2, tensor_parallel=2)
+    assert two.generate(given_[:1], params[:1])[0].token_ids == one.generate(given_[:1], params[:1])[0].token_ids  # it has what it had
     processes = two.runner._followers._processes  # type: ignore[attr-defined]
     assert [p.poll() for p in processes] == [None]
     two.runner._followers.end()  # type: ignore[attr-defined]
     assert [p.poll() for p in processes] == [0]
     assert not list((tmp_path / "meeting").iterdir())
+
+
+class Torn:
+    """A runner whose exchange with other processes fails."""
+
+    spec, batch_invariant = None, True
+
+    def step(self, step: object) -> torch.Tensor:
+        raise RuntimeError("connection closed by peer")
+
+
+def started(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Followers:
+    """A follower that runs this script."""
+    monkeypatch.setattr("qforge.apart.command", lambda _: [sys.executable, "-c", script])
+    return Followers([job(folder / "none")])
 
 
 def job(source: Path) -> Job:
@@ -172,3 +191,32 @@ def test_processes_take_no_python_file_from_the_current_folder(tmp_path: Path, m
     with pytest.raises(MissingCapabilityError, match=r"exit code 2\b"):
         Followers([job(tmp_path / "none")]).ready()
     assert "none" in start_to_first_token(str(tmp_path / "none"), {})["failed"]
+
+
+def test_a_process_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the process group is left to whoever made it."""
+    monkeypatch.setattr(parallel, "_PATIENCE", 0.2)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.destroy_process_group", None)
+    followers = started(tmp_path, monkeypatch, "import time; time.sleep(600)")
+    followers.end()
+    assert [p.poll() for p in followers._processes] == [-9]
+
+
+@pytest.mark.parametrize("failed", ["the pipe", "the exchange"])
+def test_a_process_that_has_ended_is_told_by_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: str) -> None:
+    followers = started(tmp_path, monkeypatch, "import os, sys; print(4, flush=True); sys.stdin.buffer.read(1); os._exit(7)")
+    assert followers.ready() == [4]
+    runner = SharedRunner(Torn(), followers, 2)  # type: ignore[arg-type]
+    for _ in range(2):  # it stays so
+        with pytest.raises(MissingCapabilityError, match=r"process 1 of 2 that share the model has ended \(exit code 7\)"):
+            followers.tell(bytes(10 << 20)) if failed == "the pipe" else runner.step(None)  # type: ignore[arg-type]  # more than a pipe holds
+
+
+def test_another_error_of_a_step_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "_MOMENT", 0.1)
+    followers = started(tmp_path, monkeypatch, "import sys; print(4, flush=True); sys.stdin.buffer.read()")
+    with pytest.raises(RuntimeError, match="connection closed"):
+        SharedRunner(Torn(), followers, 2).step(None)  # type: ignore[arg-type]
+    followers.end()
+    assert [p.poll() for p in followers._processes] == [0]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 
 from qforge import __version__
@@ -26,14 +27,15 @@ _DAMAGED = (SafetensorError, KeyError, ValueError, OSError)
 
 
 def key(stage: str, **parts: Any) -> str:
-    """The name of a piece: the stage and a hash over everything that decides its content, our version, torch's, threads and instruction set."""
+    """The name of a piece: the stage and a hash over everything that decides its content, our version, those of torch and transformers, threads and instruction set."""
     text = json.dumps({"stage": stage, "parts": parts, "machine": {**machine(), "threads": torch.get_num_threads()}}, sort_keys=True, default=str)
     return f"{stage}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 def machine() -> dict[str, Any]:
     """What bits depend on beside inputs and threads."""
-    return {"qforge": __version__, "torch": torch.__version__, "isa": [torch.backends.cpu.get_cpu_capability(), native.has_bf16_products(), native.has_bf16_tiles()]}
+    versions = {"qforge": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {**versions, "isa": [torch.backends.cpu.get_cpu_capability(), native.has_bf16_products(), native.has_bf16_tiles()]}
 
 
 class Journal:

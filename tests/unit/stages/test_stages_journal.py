@@ -52,6 +52,13 @@ def test_keys_differ_in_every_part_and_in_threads() -> None:
     assert len({base, *others}) == 5
 
 
+@pytest.mark.parametrize("package", ["torch", "transformers", "qforge.stages.journal"])
+def test_keys_differ_in_the_versions_of_what_computes(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    base = key("stage", a=1)
+    monkeypatch.setattr(f"{package}.__version__", "0.0.0")
+    assert key("stage", a=1) != base
+
+
 def test_quantized_blocks_round_trip(tmp_path: Path) -> None:
     rtn = find("rtn")
     assert rtn is not None

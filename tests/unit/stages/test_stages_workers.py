@@ -39,7 +39,7 @@ def test_machines_that_would_give_other_bits_are_refused(tmp_path: Path) -> None
     recipe = Recipe.model_validate({"version": 1, "model": {"source": str(tiny.make(tmp_path / "m"))}, "quantize": {"method": "gptq", "scheme": "int4-g32-sym"}})
     same = open_model(recipe.model.source).fingerprint()
     workers._check_alike([("10.0.0.1", machine()), ("10.0.0.2", {**machine(), "model": same})], recipe)
-    for name, value in (("torch", "1.0"), ("isa", ["NEON", False]), ("model", "0" * 64)):
+    for name, value in (("torch", "1.0"), ("transformers", "4.0"), ("isa", ["NEON", False]), ("model", "0" * 64)):
         with pytest.raises(ModelError, match=rf"machine 10.0.0.2 of the Ray cluster differs from this one in its {name}: "):
             workers._check_alike([("10.0.0.1", machine()), ("10.0.0.2", {**machine(), "model": same, name: value})], recipe)
 

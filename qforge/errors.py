@@ -4,7 +4,7 @@ QforgeError                      2   something the user gave is wrong
 |-- RecipeError                  2   the recipe: file, line, field, what was given, what is allowed
 |-- ModelError                   2   a model, adapter or checkpoint cannot be read or does not fit
 |-- DataError                    2   a calibration or evaluation text is missing, empty or malformed
-|-- OutputError                  2   the output folder cannot be written, is locked, or the disk is full
+|-- OutputError                  2   the output folder cannot be written or read, is locked, or the disk is full
 |-- UnsupportedError             2   a combination that we know and refuse (the reason is in the message)
 |   `-- NotOnRuntimeError        2   the built-in runtime does not run this model; transformers may
 |-- NumericalError               2   weights or statistics from which no sound result can be computed
@@ -36,7 +36,7 @@ class DataError(QforgeError):
 
 
 class OutputError(QforgeError):
-    """The output cannot be written."""
+    """The output cannot be written, or what a run has kept there not be read."""
 
 
 class UnsupportedError(QforgeError):

@@ -5,9 +5,10 @@ A piece is a safetensors file (tensors) with a JSON text in its metadata; it is 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from safetensors import SafetensorError, safe_open
 
 from qforge import __version__
 from qforge.calibration.store import Held, Hidden
-from qforge.errors import ModelError
+from qforge.errors import ModelError, OutputError
 from qforge.export.writer import Piece, write_file
 from qforge.methods import native
 from qforge.models.shards import Shards
 from qforge.models.weights import TensorInfo
 
-_DAMAGED = (SafetensorError, KeyError, ValueError, OSError)
+_DAMAGED = (SafetensorError, KeyError, ValueError)  # what the system refuses may pass, and the piece is whole
 
 
 def key(stage: str, **parts: Any) -> str:
@@ -52,35 +53,39 @@ class Journal:
         return len(self._found)
 
     def load(self, name: str, *, count: bool = True) -> tuple[dict[str, torch.Tensor], Any] | None:
-        """Tensors and JSON value of a piece, or None. A damaged file counts as absent."""
-        path = self._path(name)
-        if not path.exists():
+        """Tensors and JSON value of a piece, or None. A damaged file counts as absent, and is removed.
+
+        Raises:
+            OutputError: the system does not let it be read.
+        """
+        if not self.has(name):
             return None
         try:
-            with safe_open(path, "pt") as f:
+            with _opened(self._path(name)) as f:
                 value = json.loads((f.metadata() or {})["json"])
                 tensors = {n: f.get_tensor(n) for n in f.keys()}  # noqa: SIM118  # not a dict
         except _DAMAGED:
-            path.unlink(missing_ok=True)
+            self.forget(name)
             return None
         if count:
             self._found.add(name)
         return tensors, value
 
     def value(self, name: str) -> Any:
-        """The JSON value alone of a piece that is there."""
-        with safe_open(self._path(name), "pt") as f:
+        """The JSON value alone of a piece that is there. Raises as `load`."""
+        with _opened(self._path(name)) as f:
             return json.loads(f.metadata()["json"])
 
     def stored(self, name: str) -> Hidden | None:
-        """The tensors of a piece, read one by one when they are wanted, or None."""
-        path = self._path(name)
-        if not path.exists():
+        """The tensors of a piece, read one by one when they are wanted, or None. Damaged files and errors as for `load`."""
+        if not self.has(name):
             return None
         try:
-            shards = Shards([path])
-        except ModelError:
-            path.unlink(missing_ok=True)
+            shards = Shards([self._path(name)])
+        except ModelError as e:
+            if isinstance(e.__cause__, OSError):
+                raise _unread(self._path(name), e.__cause__) from e
+            self.forget(name)
             return None
         return {n: _Stored(shards, n) for n in shards.names()}
 
@@ -94,8 +99,9 @@ class Journal:
         self.computed += count
 
     def has(self, name: str) -> bool:
-        """Whether a piece is there (it may still turn out damaged)."""
-        return self._path(name).exists()
+        """Whether a piece is there (it may still turn out damaged). Raises OutputError: the system does not say."""
+        with _reading(self._path(name)):
+            return self._path(name).exists()
 
     def forget(self, name: str) -> None:
         """Remove a piece."""
@@ -103,6 +109,27 @@ class Journal:
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
+
+
+def _unread(path: Path, error: OSError) -> OutputError:
+    return OutputError(f"cannot read {path}, which a run has kept: {error.strerror or error}; put that right and run the same command again")
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise _unread(path, e) from e
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    with _reading(path):
+        with open(path, "rb"):
+            pass  # whatever the system says, safetensors finds no such file
+        with safe_open(path, "pt") as f:
+            yield f
 
 
 class _Stored:

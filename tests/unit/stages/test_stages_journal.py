@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
+import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,6 +43,51 @@ def test_a_damaged_piece_counts_as_absent(tmp_path: Path) -> None:
         assert journal.load("x") is None
         assert not path.exists()
     assert journal.resumed == 0
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Journal:
+    journal = Journal(tmp_path / "work")
+    journal.save("x", {"a": torch.ones(100)}, None)
+    return journal
+
+
+@pytest.mark.parametrize("read", [Journal.load, Journal.stored, Journal.value])
+def test_a_piece_that_cannot_be_read_now_is_an_error_and_stays(kept: Journal, read: Callable[[Journal, str], object]) -> None:
+    """Too many open files, a folder that may not be searched, a disk that fails: none says that the piece is damaged."""
+    limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(open(os.devnull))  # noqa: SIM115
+        with pytest.raises(OutputError, match=r"cannot read .*x\.safetensors, which a run has kept: Too many open files; .*run the same command again"):
+            read(kept, "x")
+    finally:
+        for file in taken:
+            file.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert kept.load("x") is not None
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("read", [Journal.load, Journal.stored, Journal.has])
+def test_nor_does_another_error_of_the_system(kept: Journal, read: Callable[[Journal, str], object], number: int) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), "x.safetensors")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "stat", fails)
+        with pytest.raises(OutputError, match=os.strerror(number)):
+            read(kept, "x")
+    assert kept.load("x") is not None
+
+
+def test_a_damaged_piece_is_removed_when_its_tensors_are_asked_for_one_by_one(kept: Journal) -> None:
+    path = next(kept.folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-50])
+    assert kept.stored("x") is None
+    assert not path.exists()
 
 
 def test_keys_differ_in_every_part_and_in_threads() -> None:

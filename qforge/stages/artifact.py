@@ -70,12 +70,13 @@ def quantize(recipe: Recipe, model_sha256: str, blocks: BlockModel, plan: Plan, 
     room, sparing = Room(journal.folder, budget, clock), recipe.run.memory_limit is not None
     if plan.quantizer is not None:
         tuner = find_tuner(recipe.quantize.method)
-        if calibration is not None and "outputs" in plan.needs and not pieces.weighed:
+        weighing = calibration is not None and "outputs" in plan.needs
+        if calibration is not None and weighing and not pieces.weighed(blocks.num_blocks):
             wanted = [*plan.schemes, *(blocks.block_names if tuner is not None else ())]
             with clock.part("gradients"), reusing_freed_memory(sparing=sparing):
                 fisher.gather(blocks, wanted, calibration.ids, room, pieces.save_outputs, progress)
         sharing = None if plan.workers == 1 else functools.partial(workers.hired, recipe, plan.workers, budget, journal, root)
-        job = Job(blocks, plan.quantizer, plan.schemes, plan.options, room, plan.transforms, tuner, pieces.outputs, sharing)
+        job = Job(blocks, plan.quantizer, plan.schemes, plan.options, room, plan.transforms, tuner, pieces.outputs if weighing else lambda index: {}, sharing)
         with computing_on(device_of(recipe.run.device)):
             quantize_blocks(job, None if calibration is None or not plan.needs - {KV_CACHE} else calibration.ids, pieces.store(), progress)
         if plan.options.tune and calibration is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from qforge.calibration.store import Hidden, Piece, Store
+from qforge.errors import OutputError
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
 from qforge.stages.journal import Journal, key
@@ -68,13 +69,19 @@ class BlockPieces:
         self._journal.save(self._outputs[index], outputs, None, count=False)
 
     def outputs(self, index: int) -> Hidden:
-        """That, read when it is wanted."""
-        return self._journal.stored(self._outputs[index]) or {}
+        """That, read when it is wanted.
 
-    @property
-    def weighed(self) -> bool:
-        """Whether it is known for every block that is not finished."""
-        return all(self._journal.has(outputs) or self._journal.has(block) for outputs, block in zip(self._outputs, self._names, strict=True))
+        Raises:
+            OutputError: it was damaged meanwhile, or taken away.
+        """
+        found = self._journal.stored(self._outputs[index])
+        if found is None:
+            raise OutputError(f"how the outputs of block {index} weigh was kept in {self._journal.folder}, and is damaged or gone; run the same command again to measure it anew")
+        return found
+
+    def weighed(self, count: int) -> bool:
+        """Whether it is known for every one of so many blocks that is not finished, and can be read."""
+        return all(any(self._journal.stored(name) is not None for name in names) for names in zip(self._outputs[:count], self._names[:count], strict=True))
 
     def layers(self) -> list[LayerResult]:
         """What was measured of every quantized linear, in order. Of scales that were tuned afterwards the output's error is not known."""

@@ -498,9 +498,10 @@ def test_an_exported_file_measures_as_the_artifact_does(tmp_path: Path, scheme: 
         assert again.candidate["perplexity"] == pytest.approx(results.evaluation.candidate["perplexity"], rel=1e-6), model
 
 
-def test_weighed_outputs_survive_a_kill_and_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("head", [{}, {"overrides": [{"match": "lm_head", "scheme": "int8-g32-sym"}]}], ids=["blocks", "blocks and head"])
+def test_weighed_outputs_survive_a_kill_and_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: dict[str, Any]) -> None:
     tiny.make(tmp_path / "model")
-    recipe = write_recipe(tmp_path, quantize={"method": "gptq", "scheme": "int4-g32-sym", "options": {"fisher": True}}, evaluate=None)
+    recipe = write_recipe(tmp_path, quantize={"method": "gptq", "scheme": "int4-g32-sym", "options": {"fisher": True}, **head}, evaluate=None)
     whole = qforge.quantize(recipe, out=tmp_path / "whole")
     assert not [p for p in (tmp_path / "whole" / "work").iterdir() if p.name.startswith("outputs-")]
     calls: list[int] = []
@@ -520,7 +521,7 @@ def test_weighed_outputs_survive_a_kill_and_leave_nothing_behind(tmp_path: Path,
     with monkeypatch.context() as patch:
         patch.setattr("qforge.calibration.fisher.gather", None)  # not measured again
         assert qforge.quantize(recipe, out=tmp_path / "killed").artifact["sha256"] == whole.artifact["sha256"]
-    plain = write_recipe(tmp_path, quantize={"method": "gptq", "scheme": "int4-g32-sym"}, evaluate=None)
+    plain = write_recipe(tmp_path, quantize={"method": "gptq", "scheme": "int4-g32-sym", **head}, evaluate=None)
     assert qforge.quantize(plain, out=tmp_path / "plain").artifact["sha256"] != whole.artifact["sha256"]
 
 

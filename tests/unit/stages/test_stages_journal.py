@@ -125,6 +125,33 @@ def test_quantized_blocks_round_trip(tmp_path: Path) -> None:
     assert BlockPieces(Journal(tmp_path), "another root", 3).store().load(0) is None
 
 
+def damage(folder: Path, stage: str) -> None:
+    for path in folder.glob(f"{stage}-*"):
+        path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("stage", ["outputs", "block"])
+def test_a_damaged_piece_is_measured_again_and_never_passed_over(tmp_path: Path, stage: str) -> None:
+    """Two blocks and a head, which has none; the first block is finished."""
+    pieces = BlockPieces(Journal(tmp_path), "root", 3)
+    assert not pieces.weighed(2)
+    pieces.save_outputs(0, {})
+    pieces.save_outputs(1, {"layer.1": torch.eye(2)})
+    assert pieces.weighed(2)
+    assert not pieces.outputs(0)
+    assert torch.equal(pieces.outputs(1)["layer.1"].load(), torch.eye(2))
+    pieces.store().save(0, Piece({}, []))
+    next(p for p in tmp_path.glob("outputs-*") if b"layer.1" not in p.read_bytes()).unlink()
+    assert pieces.weighed(2)
+    damage(tmp_path, stage)
+    assert not pieces.weighed(2)
+    pieces.save_outputs(1, {"layer.1": torch.eye(2)})
+    damage(tmp_path, "outputs")
+    for _ in range(2):
+        with pytest.raises(OutputError, match=r"outputs of block 1 weigh .* damaged or gone; run the same command again"):
+            pieces.outputs(1)
+
+
 def test_only_the_newest_hidden_states_are_kept(tmp_path: Path) -> None:
     pieces = BlockPieces(Journal(tmp_path), "root", 3)
     store = pieces.store()

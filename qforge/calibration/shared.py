@@ -20,8 +20,9 @@ from qforge.calibration.room import Room
 from qforge.calibration.statistics import Sums
 from qforge.calibration.store import Held, Hidden, Piece
 from qforge.calibration.streams import Arrival, Streams
-from qforge.calibration.transforms import PROBE, Folds
+from qforge.calibration.transforms import Folds
 from qforge.models.blocks import BlockModel, release
+from qforge.models.link_search import PROBE
 from qforge.models.links import Link
 from qforge.qlinear import QuantizedLinear
 

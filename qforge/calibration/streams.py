@@ -21,9 +21,10 @@ from qforge.calibration.replay import finished_block
 from qforge.calibration.room import Kept, Room
 from qforge.calibration.statistics import Sums, difference
 from qforge.calibration.store import Hidden, Piece
-from qforge.calibration.transforms import PROBE, Folds
+from qforge.calibration.transforms import Folds
 from qforge.calibration.tuning import step_rows
 from qforge.models.blocks import BlockModel
+from qforge.models.link_search import PROBE
 from qforge.models.links import Link
 from qforge.models.residuals import find_residuals
 from qforge.models.sharing import find_followers

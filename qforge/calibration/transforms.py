@@ -21,8 +21,6 @@ from qforge.models.link_search import find_links
 from qforge.models.links import Fold, Link, apply, settle
 from qforge.scheme import Scheme
 
-PROBE = 8  # tokens to find links with: enough to see what attention mixes
-
 
 @dataclass(frozen=True, slots=True)
 class Folds:
@@ -68,7 +66,7 @@ def choose_folds(
         index: of the block.
         module: the block, materialised.
         gather: sums over what each link's readers are fed in the quantized stream.
-        probe: some hidden states of `PROBE` tokens, `[1, T, D]`.
+        probe: some hidden states of `link_search.PROBE` tokens, `[1, T, D]`.
         transforms: in the order in which they are applied.
         schemes: target scheme by module name; a link with an unquantized linear in it is left alone, since what is folded there would be rounded.
         options: of the method.

@@ -9,7 +9,7 @@ from statistics import NormalDist
 from qforge.errors import DataError
 from qforge.evaluate.rows import Figure, exact
 from qforge.evaluate.sides import Side
-from qforge.evaluate.statistics import Interval
+from qforge.evaluate.statistics import NORMAL_975, Interval
 from qforge.recipe.limits import Limit, parse_gate
 
 
@@ -73,7 +73,7 @@ def _judge(name: str, limit: Limit, figure: Figure, on: str) -> GateCheck:
     passed = any(limit.allows(end) for end in interval)
     end = interval[0] if value > limit.bound else interval[1]  # the end of the interval towards the limit
     width = abs(value - end)
-    confidence = NormalDist().cdf(1.959964 * abs(value - limit.bound) / width) if width else 1.0
+    confidence = NormalDist().cdf(NORMAL_975 * abs(value - limit.bound) / width) if width else 1.0
     return GateCheck(name, str(limit), value, interval, passed, on, beyond, confidence, unit=figure.unit)
 
 

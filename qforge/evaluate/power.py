@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 
-from qforge.evaluate.statistics import Mean, exponential
+from qforge.evaluate.statistics import DESIGN_EFFECT, NORMAL_975, Mean, exponential
 
 # A 95 % interval excludes zero in four of five comparisons when the difference is that many standard errors.
-DETECTABLE = 1.959963984540054 + 0.8416212335729143
+DETECTABLE = NORMAL_975 + 0.8416212335729143
 EXPECTED_KL = 0.05  # nats: a 4-bit model's, about
-# How much larger the variance of a mean is than that of as many independent tokens. stories15M, plain rounding to int4-g32, 16,129 tokens in 127 windows: 1.49.
-DESIGN_EFFECT = 1.5
 
 
 def expected(tokens: int, kl: float = EXPECTED_KL) -> float:
@@ -23,7 +21,7 @@ def expected(tokens: int, kl: float = EXPECTED_KL) -> float:
 
 def detectable(mean: Mean) -> float:
     """The smallest difference that an interval of such a width excludes in four of five comparisons; infinite without an interval."""
-    return DETECTABLE / 1.959963984540054 * mean.half_width
+    return DETECTABLE / NORMAL_975 * mean.half_width
 
 
 def growth(nats: float) -> float:

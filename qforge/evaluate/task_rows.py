@@ -9,11 +9,10 @@ from statistics import NormalDist
 from qforge.evaluate import statistics
 from qforge.evaluate.rows import Figure, Row, detectable, negative, of_mean, same_artifact
 from qforge.evaluate.sides import Side
-from qforge.evaluate.statistics import Mean
+from qforge.evaluate.statistics import NORMAL_975, Mean
 from qforge.types import TaskMetric, TaskResult
 
 MARGIN = 0.01  # of all questions
-_NORMAL_975 = 1.959963984540054
 
 
 def task_rows(baseline: Side, candidate: Side) -> tuple[list[Row], dict[str, Figure], list[str]]:
@@ -62,16 +61,16 @@ def _change(a: TaskMetric, b: TaskMetric, questions: int) -> Mean:
     # Agresti and Caffo 2000: one right and one wrong answer more on each side
     p, q = ((share * questions + 1) / (questions + 2) for share in (a.candidate, b.candidate))
     error = math.sqrt((p * (1 - p) + q * (1 - q)) / (questions + 2))
-    return Mean(b.candidate - a.candidate, error, (q - p - _NORMAL_975 * error, q - p + _NORMAL_975 * error), questions, questions)
+    return Mean(b.candidate - a.candidate, error, (q - p - NORMAL_975 * error, q - p + NORMAL_975 * error), questions, questions)
 
 
 def _share(share: float, questions: int) -> Mean:
     """A share of questions, each answered on its own, with Wilson's interval (1927)."""
-    z2 = _NORMAL_975**2 / questions
+    z2 = NORMAL_975**2 / questions
     middle, width = (share + z2 / 2) / (1 + z2), math.sqrt(share * (1 - share) * z2 + z2**2 / 4) / (1 + z2)
     return Mean(share, math.sqrt(share * (1 - share) / questions), (max(0.0, middle - width), min(1.0, middle + width)), questions, questions)
 
 
 def _together(mean: Mean, count: int) -> Mean:
-    wider = NormalDist().inv_cdf(1 - 0.025 / count) / _NORMAL_975
+    wider = NormalDist().inv_cdf(1 - 0.025 / count) / NORMAL_975
     return replace(mean, interval=mean.interval and (mean.value + wider * (mean.interval[0] - mean.value), mean.value + wider * (mean.interval[1] - mean.value)))

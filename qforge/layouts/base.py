@@ -48,6 +48,11 @@ def take_matrix(tensors: Mapping[str, torch.Tensor], name: str, layout: str, *dt
     return tensor
 
 
+def blocks_problem(in_features: int, smallest: int, layout: str) -> str | None:
+    """Why a row of so many inputs has no whole blocks, of which the smallest has `smallest`; None if it has."""
+    return f"an input width of {in_features} is not a multiple of {smallest}, the smallest block of {layout}" if in_features % smallest else None
+
+
 def expect_shape(tensor: torch.Tensor, shape: tuple[int, ...], name: str, layout: str) -> torch.Tensor:
     """The tensor itself if it has `shape`, or a ModelError."""
     if tuple(tensor.shape) != shape:

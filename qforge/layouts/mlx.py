@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from qforge.errors import ModelError, UnsupportedError
-from qforge.layouts.base import expect_finite, expect_shape, narrowest, take
+from qforge.layouts.base import blocks_problem, expect_finite, expect_shape, narrowest, take
 from qforge.layouts.bits import pack_words, unpack_words, words_for
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Granularity, Number, Per, ScaleFormat, ScaleType, Scheme, Symmetry
@@ -50,7 +50,7 @@ class Mlx:
 
     def problem_with(self, out_features: int, in_features: int) -> str | None:
         """Why a weight of this shape has no whole blocks; None if it has."""
-        return f"an input width of {in_features} is not a multiple of {_BLOCKS[-1]}, the smallest block of {self.name}" if in_features % _BLOCKS[-1] else None
+        return blocks_problem(in_features, _BLOCKS[-1], self.name)
 
     @staticmethod
     def block(scheme: Scheme, in_features: int) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from qforge.errors import ModelError, UnsupportedError
-from qforge.layouts.base import expect_finite, expect_shape, take
+from qforge.layouts.base import blocks_problem, expect_finite, expect_shape, take
 from qforge.layouts.bits import pack_words, unpack_words
 from qforge.qlinear import QuantizedLinear, code_dtype
 from qforge.scheme import Number, Per, Scheme, Symmetry
@@ -47,7 +47,7 @@ class MatMulNBits:
 
     def problem_with(self, out_features: int, in_features: int) -> str | None:
         """Why a weight of this shape has no whole blocks; None if it has."""
-        return f"an input width of {in_features} is not a multiple of {_BLOCKS[-1]}, the smallest block of {self.name}" if in_features % _BLOCKS[-1] else None
+        return blocks_problem(in_features, _BLOCKS[-1], self.name)
 
     @staticmethod
     def bits(scheme: Scheme) -> int:

@@ -22,6 +22,7 @@ from qforge.models.experts import every_expert
 from qforge.models.links import Link, Run, hold
 
 Output = Callable[[str, torch.Size], torch.Tensor]
+PROBE = 8  # tokens to find links with, and to compare with: enough to see what attention mixes
 _RATIO_ERROR = 1e-5  # of a column: fp32 sums over few tokens
 
 

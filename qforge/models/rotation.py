@@ -22,14 +22,13 @@ from torch import nn
 from qforge.errors import UnsupportedError
 from qforge.models import skeleton as skeletons
 from qforge.models.blocks import BlockModel
-from qforge.models.link_search import find_links
+from qforge.models.link_search import PROBE, find_links
 from qforge.models.links import Link
 from qforge.models.model import Model
 from qforge.models.orthogonal import Orthogonal, orthogonal
 from qforge.models.spec import model_spec
 from qforge.models.weights import Cast, TensorInfo, WeightSource, digest
 
-PROBE = 8  # tokens to find links and to compare with
 TOLERANCE = 1e-4  # of what a block adds, of the embeddings and of the logits: true in nine families up to 1.6e-6, false from .6 on
 _RESIDUAL_SEED, _HEADS_SEED = 0, 1
 

@@ -12,11 +12,12 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from qforge.report import write
+from qforge.recipe.model import ReportSection
+from qforge.report import FORMATS, write
 from qforge.report.facts import gather
 from qforge.report.html import html
 from qforge.report.junit import junit
@@ -73,6 +74,12 @@ def page(text: str) -> Page:
 
 def unescaped(text: str) -> str:
     return re.sub(r"\\(.)", r"\1", text)
+
+
+def test_a_recipe_names_the_formats_that_are_written() -> None:
+    """Reports are made without recipes' code, so that both have the list."""
+    field = ReportSection.model_fields["formats"]
+    assert get_args(get_args(field.annotation)[0]) == field.default == FORMATS
 
 
 @pytest.mark.parametrize("figure", FIGURES)

@@ -85,6 +85,7 @@ NB_MODULE(_native, m) {
         .def(nb::init<int, const std::string &>(), nb::arg("threads"), nb::arg("isa"))
         .def_prop_ro("threads", &Context::threads)
         .def_prop_ro("isa", &Context::isa)
+        .def("code", &Context::code, nb::arg("products"))
         .def("exchange", &Context::exchange, nb::call_guard<nb::gil_scoped_release>(), "Nanoseconds until threads have seen what each other wrote; 0 where one does not come at once.")
         .def(
             "linear",

@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 @click.option("--activations", type=click.Choice(["all", *ACTIVATIONS]), default="all", show_default=True, help=ACTIVATIONS_MEAN)
 @options.kv_cache
 @options.device
-@click.option("--json", "json_path", metavar="FILE", help="Write the figures to a file; - writes only JSON to stdout.")
+@options.json_file("Write the figures to a file; - writes only JSON to stdout.")
 @click.option("--tune", is_flag=True, help="Instead, find the fastest tiles for MODEL's products on this machine's GPU, and keep them in the cache folder for every later run.")
-def command(model: str, activations: str, kv_cache: str | None, device: options.Device, json_path: str | None, tune: bool) -> None:
+def command(model: str, activations: str, kv_cache: str | None, device: options.Device, json_file: str | None, tune: bool) -> None:
     """Measure MODEL: prefill and decode speed, time to first token (also that of a new process, from its start), time per token, memory, loading time, and how much of the
     memory's bandwidth decoding uses."""
     if tune:
         from qforge.cli.tiles import tune_tiles
 
-        tune_tiles(model, json_path)
+        tune_tiles(model, json_file)
         return
     every = list(ACTIVATIONS) if device.name == "cpu" else ["fp"]
     result = _measure(model, every if activations == "all" else [activations], kv_cache, device)
     text = json.dumps(result, indent=1)
-    if json_path == "-":
+    if json_file == "-":
         click.echo(text)
     else:
-        if json_path is not None:
-            write_text(Path(json_path), text + "\n")
         _show(result)
+        if json_file is not None:
+            write_text(Path(json_file), text + "\n")
 
 
 def _measure(model: str, kinds: list[str], kv_cache: str | None, device: options.Device) -> dict[str, Any]:

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import click
 
+from qforge.cli import options
+
 
 @click.command("compare")
 @click.argument("baseline", metavar="BASELINE")
 @click.argument("candidate", type=click.Path(path_type=Path), metavar="CANDIDATE.json")
 @click.option("--gate", "gates", multiple=True, metavar="EXPR", help="A limit: 'perplexity_ratio <= 1.02' (candidate / baseline), 'warn: kl_mean <= 0.1'. Repeatable.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="FOLDER", help="Write comparison.json, comparison.md (a pull-request comment), comparison.html and junit.xml.")
-@click.option("--json", "json_file", metavar="FILE", help="Write the comparison as JSON; - for stdout.")
+@options.json_file("Write the comparison as JSON; - for stdout.")
 def command(baseline: str, candidate: Path, gates: tuple[str, ...], out: Path | None, json_file: str | None) -> int:
     """Hold CANDIDATE against BASELINE: results.json or what `eval --json` wrote, measured on the same text.
 
@@ -44,11 +46,11 @@ def command(baseline: str, candidate: Path, gates: tuple[str, ...], out: Path | 
     result = replace(result, notes=[*([told] if told else []), *found.notes, *result.notes], history=found.history)
     written = result.to_json()
     data = json.loads(written)
+    click.echo("\n".join(comparison.text(data)), err=json_file == "-")
     if out is not None:
         write_comparison(written, out)
     if json_file is not None:
         write_json(json_file, written)
-    click.echo("\n".join(comparison.text(data)), err=json_file == "-")
     if result.undecided:
         raise DataError(comparison.headline(data))
     return 0 if result.passed else 1

@@ -23,7 +23,7 @@ ENGINES = ("auto", "runtime", "transformers", "llama.cpp", "onnxruntime", "tenso
     help="What computes MODEL's figures; llama.cpp takes a .gguf file, onnxruntime the folder of an ONNX export, tensorrt that of a TensorRT export (on its GPU).",
 )
 @click.option("--activations", type=click.Choice(ACTIVATIONS), default="fp", show_default=True, help=ACTIVATIONS_MEAN)
-@click.option("--json", "json_file", metavar="FILE", help="Write the evaluation as JSON; - for stdout.")
+@options.json_file("Write the evaluation as JSON; - for stdout.")
 @options.device
 def command(model: str, against: str | None, text: str, window: int, engine: str, activations: str, json_file: str | None, device: options.Device) -> None:
     """Print an evaluation, and write it as JSON if asked to. A QforgeError says what cannot be read, compared or run here."""
@@ -38,6 +38,6 @@ def command(model: str, against: str | None, text: str, window: int, engine: str
         evaluation = pipeline.evaluate(
             model, against=against, text=text, window=window, engine=engine, activations=activations, device=device.name, tensor_parallel=device.processes, progress=progress
         )
+    print_evaluation(evaluation, to_stderr=json_file == "-")
     if json_file is not None:
         write_json(json_file, json.dumps(asdict(evaluation), indent=1, allow_nan=False) + "\n")
-    print_evaluation(evaluation, to_stderr=json_file == "-")

@@ -7,7 +7,9 @@ from pathlib import Path
 import click
 
 
-@click.command("export", help="Write ARTIFACT in another format, read it back, and run it where an engine for it is at hand.")
+@click.command(
+    "export", help="Write ARTIFACT in another format, read it back, and run it where an engine for it is at hand. In a run's folder it stays until the run is made again."
+)
 @click.argument("artifact")
 @click.option("--format", "format_name", required=True, help="gguf, onnx, openvino, tensorrt, triton, trtllm, mlx, ascend, gptq, awq, compressed-tensors or bitsandbytes.")
 @click.option("--type", "type_name", help="The format's own type, for example q4_0; the scheme decides unless given.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,8 @@ from qforge.scheme import ACTIVATIONS, ACTIVATIONS_MEAN
 if TYPE_CHECKING:
     from qforge.runtime.sequence import Output, SamplingParams
 
+_TOLD = ("prompt", "prompt_token_ids", "token_ids", "text", "finish_reason")
+
 
 @click.command(name="generate")
 @click.argument("model")
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 @click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(min=1), help="Most new tokens for each prompt.")
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="0 is greedy.")
 @click.option("--seed", type=click.IntRange(min=0), help="Sample the same tokens again; without it every run differs (unless greedy).")
-@click.option("--json", "json_path", metavar="FILE", help="Write {outputs: [...]} to a file; - writes only JSON to stdout.")
+@options.json_file("Write {outputs: [...]} to a file; - writes only JSON to stdout.")
 @click.option("--activations", default="fp", show_default=True, type=click.Choice(ACTIVATIONS), help=ACTIVATIONS_MEAN)
 @options.device
 def command(
-    model: str, prompt: str | None, prompts: Path | None, max_tokens: int, temperature: float, seed: int | None, json_path: str | None, activations: str,
+    model: str, prompt: str | None, prompts: Path | None, max_tokens: int, temperature: float, seed: int | None, json_file: str | None, activations: str,
     device: options.Device,
 ) -> None:  # fmt: skip
     """Continue prompts with MODEL: a directory, hub id, artifact, .gguf file, or demo."""
@@ -47,16 +48,16 @@ def command(
         outputs = llm.generate(given, params)
     except NotOnRuntimeError as e:
         outputs = _on_transformers(e, model, given, params, activations, device)
-    text = json.dumps({"outputs": [asdict(o) for o in outputs]}, ensure_ascii=False, indent=1)
-    if json_path == "-":
+    text = json.dumps({"outputs": [{name: getattr(o, name) for name in _TOLD} for o in outputs]}, ensure_ascii=False, indent=1)
+    if json_file == "-":
         click.echo(text)
         return
-    if json_path is not None:
-        write_text(Path(json_path), text + "\n")
     for number, output in enumerate(outputs, 1):
         if len(outputs) > 1:
             click.secho(f"--- {number}", dim=True)
         click.echo(output.text)
+    if json_file is not None:
+        write_text(Path(json_file), text + "\n")
 
 
 def _on_transformers(why: NotOnRuntimeError, model: str, prompts: list[Any], params: SamplingParams, activations: str, device: options.Device) -> list[Output]:

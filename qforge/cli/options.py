@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
-from typing import NamedTuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 
@@ -32,3 +35,18 @@ kv_cache = click.option(
     help="How keys and values are stored; fp32 equals the reference; bf16 is multiplied in bf16 too. On a GPU: fp16, int8, fp8. The default is fp8 where MODEL has scales for it, "
     "else fp32, on a GPU fp16.",
 )  # fmt: skip
+
+
+def _target(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None and value != "-":
+        path = Path(value).absolute()
+        there = next(p for p in (path, *path.parents) if p.exists())
+        problem = "is a folder: name a file" if path.is_dir() else "lies in no folder" if there != path and not there.is_dir() else None
+        if problem is not None or not os.access(there, os.W_OK):
+            raise click.BadParameter(f"{value} {problem or 'may not be written'}", context, parameter)
+    return value
+
+
+def json_file(what: str) -> Callable[[Any], Any]:
+    """`--json FILE`, tried before anything is computed."""
+    return click.option("--json", "json_file", metavar="FILE", callback=_target, help=what)

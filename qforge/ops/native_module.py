@@ -46,17 +46,9 @@ def instruction_sets() -> list[str]:
     return found[found.index(first) :]
 
 
-# Instruction sets that products have code for (kernels/cpu/context.cpp), by what they multiply; what is not listed takes the next of them.
-_CODE = {"floats": ("avx512-vnni", "avx2", "neon-dotprod"), "bytes": ("amx", "avx512-vnni", "avx2"), "bf16": ("amx",)}
-_INCLUDED = {"avx512-vnni-pairs": "avx512-vnni"}
-
-
 def code_for(products: str) -> str | None:
     """The instruction set of the code that multiplies `floats`, `bytes`, `bf16`, or `blocks` of integers here; None without the native module."""
-    sets = instruction_sets()
-    if products == "blocks" or not sets:
-        return next(iter(sets), None)
-    return next((found for s in sets if (found := _INCLUDED.get(s, s)) in _CODE[products]), sets[-1])
+    return context(1).code(products) if instruction_sets() else None
 
 
 @functools.lru_cache(maxsize=8)

@@ -59,7 +59,7 @@ class Runner(Protocol):
         """Write the step's keys and values into the cache and return fp32 logits `[L, V]`."""
 
     def choose(self, step: StepInput, draws: list[Draw]) -> list[int]:
-        """The same, and the token of each of `[L]` draws, one for each row whose logits are wanted, as `sampler.sample` chooses it (on a GPU never -1)."""
+        """The same, and the token of each of `[L]` draws, one for each row whose logits are wanted, as `sampler.sample` chooses it."""
 
     def kernels(self) -> dict[str, int]:
         """How many products each kernel runs."""

@@ -118,6 +118,7 @@ def make(
     wanted = {out / r.path for r in results if r.path is not None}
     for left in (out / "exports").glob("*"):
         if left not in wanted:
+            progress.note(f"removing {left}: it is no export of this recipe")
             shutil.rmtree(left, ignore_errors=True)
     return results
 

@@ -53,7 +53,7 @@ def apply_template(messages: Sequence[Message], tokenizer: Any, *, add_generatio
 
     Raises:
         TemplateRefusal: what Jinja or the template raises.
-        DataError: it takes too much time or memory over these messages.
+        DataError: it takes too much time or memory over these messages, in the main thread (`deadline`).
     """
     try:
         with computing(_SECONDS), within_memory(_BYTES):

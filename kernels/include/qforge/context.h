@@ -79,6 +79,8 @@ class Context {
         return pool_.exchange();
     }
     const std::string &isa() const { return isa_; }
+    // The instruction set of the code that multiplies `floats`, `bytes`, `bf16`, or `blocks` of integers; throws std::invalid_argument for other products
+    std::string code(const std::string &products) const;
     WeightSum weight_sum() const { return weight_sum_; }
 
     static std::vector<std::string> instruction_sets();  // those that this CPU runs, fastest first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -28,11 +29,18 @@ def test_json_says_everything() -> None:
     assert all(p["get"] and p["purpose"] for p in said["packages"])
     sets, named = said["native"]["instruction_sets"], said["kernels"]["int4-g128-sym"]
     floats = next(isa for isa in ("avx512-vnni", "avx2", "neon-dotprod", "portable") if isa in sets)
+    floats += ", avx2 for many rows" * ("avx512-vnni" in sets and _is_zen4())
     assert named.pop("bf16").startswith("native-bf16 [amx]" if "amx" in sets else f"native-a16 [{sets[0]}] (not native-bf16: it gains only")
     assert {kind: text.partition(" (not")[0] for kind, text in named.items()} == {"fp": f"native [{floats}]", "int16": f"native-a16 [{sets[0]}]", "int8": f"native-a8 [{sets[0]}]"}
     assert "(not native-a8: it rounds activations, for --activations int8)" in named["fp"]
     assert f"native [{floats}] (not native-a8: it multiplies integers" in said["kernels"]["nf4"]["int8"]
     assert said["native"]["present"] == bool(said["native"]["instruction_sets"])
+
+
+def _is_zen4() -> bool:
+    """Family 25 with AVX-512."""
+    about = Path("/proc/cpuinfo").read_text()
+    return bool(re.search(r"cpu family\s*: 25\n", about) and " avx512f " in about)
 
 
 def test_the_required_packages_are_those_that_the_package_declares() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -186,3 +187,21 @@ def test_messages_are_one_line_that_a_terminal_does_not_obey(model: Path, tmp_pa
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "a b\\x1b[31m" in err
+
+
+@pytest.mark.parametrize("verb", [["eval", "no model"], ["bench", "no model"], ["generate", "no model", "--prompt", "a"], ["compare", "no.json", "no.json"]])
+def test_where_no_json_can_go_is_said_before_anything_is_done(tmp_path: Path, verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for target, says in ((tmp_path, "is a folder: name a file"), (tmp_path / "file" / "x.json", "lies in no folder")):
+        assert _run(*verb, "--json", target) == 2
+        assert says in capsys.readouterr().err
+    _run(*verb, "--json", tmp_path / "new" / "x.json")
+    assert "--json" not in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_where_json_may_not_be_written_is_said_before_anything_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kept").mkdir(mode=0o500)
+    assert _run("eval", "no model", "--json", tmp_path / "kept" / "x.json") == 2
+    assert "may not be written" in capsys.readouterr().err

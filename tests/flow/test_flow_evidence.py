@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 import random
@@ -37,6 +38,7 @@ from qforge.export.gptq import GptqExporter
 from qforge.export.verify_checkpoint import verify_words
 from qforge.models.lora import with_adapters
 from qforge.models.model import open_model
+from qforge.report import markdown
 from qforge.report.facts import gather
 from qforge.report.junit import junit
 from qforge.search.blame import blame
@@ -175,7 +177,11 @@ def test_a_bos_doubled_or_dropped_by_an_engine(tmp_path: Path, count: int) -> No
     assert caught(before, after)
     assert held(before, after).changed == {"engines": [f"engine: {before.engine} -> sabotaged 1"]}
     first, last = after.kl_by_position[0], after.kl_by_position[-1]
-    assert first.kl_mean > 3 * last.kl_mean or count > 0  # a dropped one hurts where the window begins
+    if count > 0:  # two equal first tokens attend as one does; what follows sees all others one position further
+        assert first.kl_mean == pytest.approx(before.kl_by_position[0].kl_mean, rel=1e-3)
+        assert all(p.kl_mean > 30 * was.kl_mean for p, was in list(zip(after.kl_by_position, before.kl_by_position, strict=True))[1:])
+    else:  # hurts most where the window begins
+        assert first.kl_mean > 3 * last.kl_mean
     assert all(p.returned <= 0 for p in blame(model, artifact, text.ids, tokens=10**6).parts if p.kl_mean > before.kl_mean)  # type: ignore[operator]
 
 
@@ -210,7 +216,10 @@ def test_an_engine_that_feeds_other_tokens_fails_the_gate_and_is_blamed(tmp_path
     assert first["name"].startswith("the engine (qforge ")
     assert first["returned"] > 0.9
     assert first["kl_mean"] == pytest.approx(honest["blame"]["kl_mean"])
-    assert results["blame"]["words"] in (tmp_path / "sabotaged" / "report.html").read_text() or "the engine (qforge" in (tmp_path / "sabotaged" / "report.md").read_text()
+    told, pages = results["blame"]["words"], {name: (tmp_path / "sabotaged" / name).read_text() for name in ("report.html", "report.md")}
+    assert told.startswith(first["name"])
+    assert told in html.unescape(pages["report.html"])
+    assert markdown.words(told) in pages["report.md"]
 
 
 def german(seed: int, words: int) -> str:

@@ -24,7 +24,7 @@ _PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @options.kv_cache
 @options.device
 def command(model: str, host: str, port: int, activations: str, kv_cache: str | None, device: options.Device) -> None:
-    """Serve MODEL, under the last part of its name: POST /v1/completions and /v1/chat/completions, streamed or whole, GET /v1/models, /health and /metrics (Prometheus).
+    """Serve MODEL, under its name and the last part of it: POST /v1/completions and /v1/chat/completions, streamed or whole, GET /v1/models, /health and /metrics (Prometheus).
     Needs the extra [serve]."""
     lacking = [p for p in _PACKAGES if importlib.util.find_spec(p) is None]
     if lacking:
@@ -36,7 +36,7 @@ def command(model: str, host: str, port: int, activations: str, kv_cache: str | 
     called = Path(model).name or model
     with bind(host, port) as listens:  # where the address is taken, that is said before the model is loaded, which may take minutes
         llm = LLM(model, activations=activations, device=device.name, tensor_parallel=device.processes, kv_cache=kv_cache, prefix_cache=True)
-        served = Server(llm, called)
+        served = Server(llm, called, model)
         server = server_of(served.app, served.stop)
         address, number = listens.getsockname()[:2]
         click.echo(f"{called} is served on http://{f'[{address}]' if ':' in address else address}:{number}/v1", err=True)

@@ -50,10 +50,11 @@ class Server:
 
     Args:
         name: by which clients call it.
+        other: another name that they may use.
     """
 
-    def __init__(self, llm: LLM, name: str) -> None:
-        self._llm, self._name, self._began = llm, name, int(time.time())
+    def __init__(self, llm: LLM, name: str, other: str | None = None) -> None:
+        self._llm, self._name, self._names, self._began = llm, name, (name, other), int(time.time())
         self._worker = Worker(llm.engine(), lambda ticket, reason: self._metrics.ended(ticket, reason))
         self._metrics = Metrics(self._worker.counts)
         routes = [
@@ -96,7 +97,7 @@ class Server:
             if len(body) > _MOST_BYTES:
                 raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {_MOST_BYTES:,} bytes")
         asked = await run_in_threadpool(read, kind, bytes(body))
-        if asked.model is not None and asked.model != self._name:
+        if asked.model is not None and asked.model not in self._names:
             raise Refused(HTTPStatus.NOT_FOUND, f"the model {asked.model!r} is not served here; {self._name!r} is")
         return asked
 
@@ -172,7 +173,7 @@ class Server:
         return JSONResponse({"object": "list", "data": [self._described()]})
 
     async def _model(self, request: Request) -> Response:
-        if request.path_params["name"] != self._name:
+        if request.path_params["name"] not in self._names:
             raise Refused(HTTPStatus.NOT_FOUND, f"the model {request.path_params['name']!r} is not served here; {self._name!r} is")
         return JSONResponse(self._described())
 

@@ -34,6 +34,7 @@ def test_it_serves_until_it_is_told_to_end(tmp_path: Path, end: signal.Signals) 
         assert found, line + process.stderr.read()
         answer = httpx.post(f"{found[1]}/completions", json={"model": "small", "prompt": "a", "max_tokens": 3, "temperature": 0}, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 3
+        assert httpx.post(f"{found[1]}/completions", json={"model": str(folder), "prompt": "a", "max_tokens": 1}, timeout=60).status_code == 200
         answers: list[httpx.Response] = []
         body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "n": 128}  # more than is done before it is told to end
         asks = threading.Thread(target=lambda: answers.append(httpx.post(f"{found[1]}/completions", json=body, timeout=60)))

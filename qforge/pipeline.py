@@ -193,7 +193,7 @@ def evaluate(
 
 def _open_exactly(model: str | Path) -> Model:
     """Open a model to be measured: a GGUF file in fp32, so that its integers mean what its own engine takes them for (16 bits would round them)."""
-    return open_model(str(model), dtype="float32" if str(model).endswith(".gguf") else "auto")
+    return open_model(str(model), dtype="float32" if model_folder(expanded(str(model))).suffix == ".gguf" else "auto")
 
 
 def export(artifact: str | Path, format: str, *, type: str | None = None, out: str | Path | None = None, progress: Progress = SILENT) -> ExportResult:
@@ -273,6 +273,8 @@ def _refuse_foreign(out: Path, recipe: Recipe) -> None:
             raise OutputError(f"{out} is the folder of '{source}', which the run reads; choose another --out")
         if any(path.is_relative_to(w.resolve()) for w in written):
             raise OutputError(f"the run reads {source}, which lies in {out}, where it writes; choose another --out")
+    if (out / "config.json").exists() and not (out / LOCK).exists():
+        raise OutputError(f"{out} is a model's folder, and has a config.json in it; choose another --out")
 
 
 def _read(recipe: Recipe) -> Iterator[tuple[str, Path]]:

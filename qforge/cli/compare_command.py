@@ -13,7 +13,7 @@ from qforge.cli import options
 @click.argument("baseline", metavar="BASELINE")
 @click.argument("candidate", type=click.Path(path_type=Path), metavar="CANDIDATE.json")
 @click.option("--gate", "gates", multiple=True, metavar="EXPR", help="A limit: 'perplexity_ratio <= 1.02' (candidate / baseline), 'warn: kl_mean <= 0.1'. Repeatable.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FOLDER", help="Write comparison.json, comparison.md (a pull-request comment), comparison.html and junit.xml.")
+@click.option("--out", type=options.FOLDER, metavar="FOLDER", help="Write comparison.json, comparison.md (a pull-request comment), comparison.html and junit.xml.")
 @options.json_file("Write the comparison as JSON; - for stdout.")
 def command(baseline: str, candidate: Path, gates: tuple[str, ...], out: Path | None, json_file: str | None) -> int:
     """Hold CANDIDATE against BASELINE: results.json or what `eval --json` wrote, measured on the same text.

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from qforge.cli import options
+
 
 @click.command(
     "export", help="Write ARTIFACT in another format, read it back, and run it where an engine for it is at hand. In a run's folder it stays until the run is made again."
@@ -13,7 +15,7 @@ import click
 @click.argument("artifact")
 @click.option("--format", "format_name", required=True, help="gguf, onnx, openvino, tensorrt, triton, trtllm, mlx, ascend, gptq, awq, compressed-tensors or bitsandbytes.")
 @click.option("--type", "type_name", help="The format's own type, for example q4_0; the scheme decides unless given.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder to write.")
+@click.option("--out", type=options.FOLDER, help="Folder to write.")
 def command(artifact: str, format_name: str, type_name: str | None, out: Path | None) -> int:
     """Write one export; the exit code, 1 where a check of it failed. A QforgeError says why it cannot be written or read back."""
     from qforge import pipeline

@@ -22,8 +22,10 @@ _TOLD = ("prompt", "prompt_token_ids", "token_ids", "text", "finish_reason")
 
 @click.command(name="generate")
 @click.argument("model")
-@click.option("--prompt", metavar="TEXT", help="Continue this text.")
-@click.option("--prompts", metavar="FILE", type=click.Path(path_type=Path), help='JSON Lines, one {"prompt": ...} or {"messages": [...]} a line; all run in one batch.')
+@click.option("--prompt", "texts", metavar="TEXT", multiple=True, help="Continue this text; repeatable.")
+@click.option(
+    "--prompts", metavar="FILE", type=click.Path(path_type=Path), help='JSON Lines, one {"prompt": ...} or {"messages": [...]} a line; all run in one batch; - for stdin.'
+)
 @click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(min=1), help="Most new tokens for each prompt.")
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="0 is greedy.")
 @click.option("--seed", type=click.IntRange(min=0), help="Sample the same tokens again; without it every run differs (unless greedy).")
@@ -31,13 +33,13 @@ _TOLD = ("prompt", "prompt_token_ids", "token_ids", "text", "finish_reason")
 @click.option("--activations", default="fp", show_default=True, type=click.Choice(ACTIVATIONS), help=ACTIVATIONS_MEAN)
 @options.device
 def command(
-    model: str, prompt: str | None, prompts: Path | None, max_tokens: int, temperature: float, seed: int | None, json_file: str | None, activations: str,
+    model: str, texts: tuple[str, ...], prompts: Path | None, max_tokens: int, temperature: float, seed: int | None, json_file: str | None, activations: str,
     device: options.Device,
 ) -> None:  # fmt: skip
     """Continue prompts with MODEL: a directory, hub id, artifact, .gguf file, or demo."""
-    if (prompt is None) == (prompts is None):
+    if bool(texts) == (prompts is not None):
         raise DataError("give either --prompt TEXT or --prompts FILE.jsonl")
-    given = [prompt] if prompt is not None else read_prompts(prompts) if prompts is not None else []
+    given = list(texts) if prompts is None else read_prompts(prompts)
     from qforge.runtime import LLM, SamplingParams
     from qforge.runtime.running import most_sequences
 

@@ -68,7 +68,7 @@ def cli(debug: bool) -> None:
 
 
 def main(args: list[str] | None = None) -> Any:
-    """Run the command line and exit with the contract's code: 0, 1 (a gate failed), 2 (bad input), 3 (something lacks), 70 (a defect of ours), 130 (interrupted), 141 (no stdout)."""
+    """Run the command line and exit with the contract's code: 0, 1 (a gate failed), 2 (bad input), 3 (something lacks), 70 (our defect), 130 (interrupted), 141 (no stdout)."""
     args = sys.argv[1:] if args is None else args
     debug, stdout = "--debug" in args, sys.stdout
     args = [a for a in args if a != "--debug"]

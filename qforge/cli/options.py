@@ -37,6 +37,18 @@ kv_cache = click.option(
 )  # fmt: skip
 
 
+class _Folder(click.Path):
+    """A folder; an empty name, as of a variable that is not set, is not the current one."""
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        if value == "":
+            self.fail("its name is empty; . is the current folder", parameter, context)
+        return super().convert(value, parameter, context)
+
+
+FOLDER = _Folder(path_type=Path)
+
+
 def _target(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     if value is not None and value != "-":
         path = Path(value).absolute()

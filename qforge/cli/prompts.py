@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from qforge.errors import DataError
@@ -12,13 +13,13 @@ _SHAPE = 'write {"prompt": "..."} or {"messages": [{"role": "user", "content": "
 
 
 def read_prompts(path: Path) -> list[str | Messages]:
-    """The prompts of a JSON Lines file, one a line; empty lines are passed over.
+    """The prompts of a JSON Lines file (`-`: of stdin), one a line; empty lines are passed over.
 
     Raises:
         DataError: the file is missing, empty or malformed; the message names the line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = (sys.stdin.buffer.read() if path == Path("-") else path.read_bytes()).decode()
     except UnicodeDecodeError as e:
         raise DataError(f"{path} is not UTF-8 text; {_SHAPE}") from e
     except OSError as e:

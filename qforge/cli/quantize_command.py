@@ -7,11 +7,13 @@ from pathlib import Path
 
 import click
 
+from qforge.cli import options
+
 
 @click.command("quantize", help="Merge, quantize, export, check and report, by recipe; all its variants where it has a sweep. Run it again to resume.")
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), required=True, help="The recipe (YAML).")
 @click.option("--set", "overrides", multiple=True, metavar="KEY.PATH=VALUE", help="Change a field of the recipe; repeatable.")
-@click.option("--out", type=click.Path(path_type=Path), help="Output folder; runs/<recipe name> unless given.")
+@click.option("--out", type=options.FOLDER, help="Output folder; runs/<recipe name> unless given.")
 @click.option("--fresh", is_flag=True, help="Forget finished work and start over.")
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
 def command(recipe_file: Path, overrides: tuple[str, ...], out: Path | None, fresh: bool, dry_run: bool) -> None:

@@ -9,6 +9,7 @@ import click
 
 from qforge.cli import options
 from qforge.errors import MissingCapabilityError
+from qforge.files import LOCK
 from qforge.scheme import ACTIVATIONS, ACTIVATIONS_MEAN
 
 _PACKAGES = ("starlette", "uvicorn", "prometheus_client")
@@ -33,7 +34,7 @@ def command(model: str, host: str, port: int, activations: str, kv_cache: str | 
     from qforge.serve.starlette_app import Server
     from qforge.serve.uvicorn_server import bind, server_of
 
-    called = Path(model).name or model
+    called = _name(model)
     with bind(host, port) as listens:  # where the address is taken, that is said before the model is loaded, which may take minutes
         llm = LLM(model, activations=activations, device=device.name, tensor_parallel=device.processes, kv_cache=kv_cache, prefix_cache=True)
         served = Server(llm, called, model)
@@ -41,3 +42,12 @@ def command(model: str, host: str, port: int, activations: str, kv_cache: str | 
         address, number = listens.getsockname()[:2]
         click.echo(f"{called} is served on http://{f'[{address}]' if ':' in address else address}:{number}/v1", err=True)
         server.run(sockets=[listens])
+
+
+def _name(model: str) -> str:
+    """What a model is called: the last part of its path, or its run's, in which it is `model`."""
+    path = Path(model)
+    if not path.exists():
+        return path.name or model
+    path = path.resolve()
+    return path.parent.name if path.name == "model" and (path.parent / LOCK).exists() and path.parent.name else path.name

@@ -68,7 +68,7 @@ class Asked(BaseModel):
             SamplingParams(
                 max_tokens=self.most(), temperature=1.0 if self.temperature is None else self.temperature, top_k=top_k,
                 top_p=1.0 if self.top_p is None else self.top_p, min_p=self.min_p or 0.0,
-                seed=None if self.seed is None else self.seed + i, stop=stop, stop_token_ids=tuple(self.stop_token_ids or ()), ignore_eos=bool(self.ignore_eos),
+                seed=self.seed if self.seed is None else self.seed + i if self.seed >= 0 else (self.seed + i) % (1 << 64), stop=stop, stop_token_ids=tuple(self.stop_token_ids or ()), ignore_eos=bool(self.ignore_eos),
                 logprobs=told, prompt_logprobs=of_prompt,
             )
             for i in range(self.n or 1)
@@ -154,9 +154,9 @@ class Message(BaseModel):
             UnsupportedError: it is not text.
         """
         more = [name[:80] for name, value in (self.model_extra or {}).items() if value not in (None, [])]
-        if more or self.content is None:
+        if more or (self.content is None and self.role != "assistant"):
             raise UnsupportedError(f"a message of {self.role!r} has {', '.join(more) or 'no content'}; messages of text are taken here")
-        parts = [] if isinstance(self.content, str) else self.content
+        parts = self.content if isinstance(self.content, list) else []
         if any(part.type != "text" or part.text is None or part.model_extra for part in parts):
             raise UnsupportedError(f"a message of {self.role!r} has a part that is not text alone")
         text = self.content if isinstance(self.content, str) else "".join(part.text or "" for part in parts)

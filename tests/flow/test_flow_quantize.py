@@ -330,6 +330,10 @@ def test_files_that_are_not_ours_are_kept(tmp_path: Path) -> None:
     before = sha256_tree(tmp_path)
     with pytest.raises(OutputError, match="not an output folder of qforge"):
         qforge.quantize(recipe, out=tmp_path)  # OUT/model is the base model
+    other = tiny.make(tmp_path / "other")
+    before = sha256_tree(tmp_path)
+    with pytest.raises(OutputError, match=r"other is a model's folder, and has a config\.json in it; choose another --out"):
+        qforge.quantize(recipe, out=other)
     assert sha256_tree(tmp_path) == before
     qforge.quantize(recipe, out=tmp_path / "out")
     own = tmp_path / "second.yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -46,6 +47,21 @@ def test_text_is_printed_and_json_written_beside_it(model: Path, tmp_path: Path,
     assert _run("generate", model, "--prompt", "The small", "--max-tokens", 4, "--temperature", 1, "--seed", 7, "--json", out) == 0
     text = json.loads(out.read_text())["outputs"][0]["text"]
     assert capsys.readouterr().out == text + "\n"
+
+
+def test_several_prompts_are_all_continued(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _run("generate", model, "--prompt", "a", "--prompt", "The", "--max-tokens", 3, "--json", "-") == 0
+    both = json.loads(capsys.readouterr().out)["outputs"]
+    assert [o["prompt"] for o in both] == ["a", "The"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "a"}\n{"prompt": "The"}\n')))
+    assert _run("generate", model, "--prompts", "-", "--max-tokens", 3, "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["outputs"] == both
+
+
+@pytest.mark.parametrize("verb", [["quantize", "--recipe", "r.yaml"], ["export", "m", "--format", "gguf"], ["compare", "a.json", "b.json"]])
+def test_an_empty_folder_name_is_not_the_current_folder(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(*verb, "--out", "") == 2
+    assert "its name is empty" in capsys.readouterr().err
 
 
 def test_a_family_that_the_runtime_does_not_list_runs_on_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from qforge.cli import serve_command
 from qforge.errors import MissingCapabilityError, UnsupportedError
+from qforge.files import LOCK
 
 COMMAND = [sys.executable, "-m", "qforge", "serve"]
 
@@ -50,6 +51,15 @@ def test_it_serves_until_it_is_told_to_end(tmp_path: Path, end: signal.Signals) 
         asks.join(30)
         assert answers[0].status_code == 503
         watch.cancel()
+
+
+def test_a_model_is_called_after_its_folder_or_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    assert serve_command._name(str(tmp_path / "mine" / "model")) == "model"
+    (tmp_path / "mine" / LOCK).touch()
+    assert serve_command._name(str(tmp_path / "mine" / "model")) == "mine"
+    monkeypatch.chdir(tmp_path / "mine")
+    assert [serve_command._name(name) for name in (".", "model", "HuggingFaceTB/SmolLM2-135M", "demo")] == ["mine", "mine", "SmolLM2-135M", "demo"]
 
 
 LOADS = "import sys, time, qforge.runtime as r; r.LLM = lambda *a, **k: print('loads', flush=True) or time.sleep(60); from qforge.cli.main import main; main(sys.argv[1:])"

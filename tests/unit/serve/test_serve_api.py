@@ -200,6 +200,7 @@ def test_a_stop_string_ends_a_text_and_is_no_part_of_it(client: openai.OpenAI, a
         ("completions", {"prompt": "a", "n": 0}, 400, "n: Input should be greater than or equal to 1"),
         ("chat/completions", {"messages": []}, 400, "messages"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, "a part that is not text alone"),
+        ("chat/completions", {"messages": [{"role": "user", "content": None}]}, 400, "a message of 'user' has no content"),
         ("chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "`tools` is not supported here"),
         ("chat/completions", {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]}, 400, "tool_calls"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}]}, 400, "not text alone"),
@@ -285,6 +286,15 @@ def test_models_health_and_metrics(served: str, client: openai.OpenAI) -> None:
     assert (grown['qforge_requests_total{reason="length"}'], grown["qforge_prompt_tokens_total"], grown["qforge_generated_tokens_total"]) == (1, 3, 4)
     assert (grown["qforge_time_to_first_token_seconds_count"], grown["qforge_time_per_output_token_seconds_count"]) == (1, 1)
     assert (after["qforge_requests_running"], after["qforge_requests_waiting"]) == (0, 0)
+
+
+def test_seeds_below_zero_and_turns_without_content_are_taken(client: openai.OpenAI, alone: LLM) -> None:
+    how = {"model": "tiny", "prompt": "a", "temperature": 1.0, "max_tokens": 9}
+    drawn = [client.completions.create(**how, seed=seed).choices[0].text for seed in (-1, -1, -2)]  # type: ignore[call-overload]
+    assert drawn[0] == drawn[1] != drawn[2]
+    turns = [*MESSAGES, {"role": "assistant", "content": None}, *MESSAGES]
+    (want,) = alone.generate([[*MESSAGES, {"role": "assistant", "content": ""}, *MESSAGES]], SamplingParams(max_tokens=9))
+    assert client.chat.completions.create(model="tiny", messages=turns, temperature=0, max_tokens=9).choices[0].message.content == want.text  # type: ignore[arg-type]
 
 
 def test_what_was_asked_before_is_in_the_cache_and_counted(served: str, client: openai.OpenAI, alone: LLM) -> None:

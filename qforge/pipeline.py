@@ -213,7 +213,8 @@ def _planned(recipe: Recipe, merged: Model, model: Model, blocks: BlockModel, ch
     """The plan; with method auto for what was chosen, or before that for a draft of about the budget's size."""
     chosen = () if choices is None else (choices.draft() if choice is None else choice.schemes,)
     planned = make_plan(recipe, model, blocks, merged, *chosen)
-    return replace(planned, notes=(*(() if choices is None else choices.notes), *planned.notes, *exports.said(recipe), *importance.said(recipe, planned)))
+    adapted = dict.fromkeys(note for adapter in merged.adapters for note in adapter.notes)
+    return replace(planned, notes=(*adapted, *(() if choices is None else choices.notes), *planned.notes, *exports.said(recipe), *importance.said(recipe, planned)))
 
 
 def _expected(recipe: Recipe, model: Model, planned: Plan, blocks: BlockModel) -> Model:

@@ -41,7 +41,7 @@ class AdapterReport:
         relative_delta_mean, relative_delta_max: over those weights, Frobenius norm of the change divided by that of the base's weight; without those that are all zero in the base,
             and None where no others are.
         sha256: of adapter_config.json and adapter_model.safetensors.
-        notes: what a reader should know (embeddings untied, vocabulary grown).
+        notes: what a reader should know (made for another base, embeddings untied, vocabulary grown).
     """
 
     source: str

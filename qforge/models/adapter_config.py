@@ -28,7 +28,7 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What decides how an adapter is merged."""
+    """What decides how an adapter is merged, and `base`, the model that it says it was made for (empty where it does not)."""
 
     path: Path
     rank: int
@@ -38,6 +38,7 @@ class AdapterConfig:
     tied: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    base: str = ""
 
     def rank_of(self, module: str) -> int:
         """The rank of a module's adapter."""
@@ -83,6 +84,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     return AdapterConfig(
         path, _rank(path, raw.get("r")), _alpha(path, raw.get("lora_alpha")), bool(raw.get("use_rslora")), bool(raw.get("use_dora")), bool(raw.get("ensure_weight_tying")),
         {p: _rank(path, r) for p, r in _patterns(path, raw, "rank_pattern").items()}, {p: _alpha(path, a) for p, a in _patterns(path, raw, "alpha_pattern").items()},
+        base.strip() if isinstance(base := raw.get("base_model_name_or_path"), str) else "",
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from qforge.errors import ModelError
 from qforge.models import skeleton as skeletons
 from qforge.models.adapter import Adapter, AdapterReport, Product, read_adapter
 from qforge.models.adapter_assets import merged_assets
+from qforge.models.adapter_base import other_base
 from qforge.models.locate import locate
 from qforge.models.model import Model
 from qforge.models.names import HEAD
@@ -109,8 +110,13 @@ def with_adapters(model: Model, adapters: Sequence[tuple[str, float]], *, folder
     changes, notes = _changes(read, base, skeleton, config)
     merged = Merged(base, changes, digest(*(f"{a.sha256}*{a.weight!r}" for a in read)))
     assets = merged_assets(model, folders, config.vocab_size)
-    reports = tuple(_report(a, merged, notes) for a in read)
+    reports = tuple(_report(a, merged, (*_about_base(a, model, folder), *notes)) for a in read)
     return replace(model, config=config, spec=model_spec(config), weights=Cast(merged, model.dtype), schemes={}, kv_scales={}, assets=assets, adapters=(*model.adapters, *reports))
+
+
+def _about_base(adapter: Adapter, model: Model, folder: Path) -> tuple[str, ...]:
+    note = other_base(adapter.source, adapter.config, model.source, folder)
+    return () if note is None else (note,)
 
 
 def _refuse_unclear(adapters: Sequence[Adapter]) -> None:

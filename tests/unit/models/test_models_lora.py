@@ -17,9 +17,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qforge.errors import ModelError
+from qforge.models.adapter_base import other_base
+from qforge.models.adapter_config import read_adapter_config
 from qforge.models.assets import end_ids
 from qforge.models.lora import with_adapters
 from qforge.models.model import Model, open_model
+from qforge.pipeline import plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::RuntimeWarning")
 WEIGHTS = "adapter_model.safetensors"
@@ -290,6 +293,54 @@ def test_other_methods_and_layers_are_refused(tied: Path, tmp_path: Path) -> Non
     adapt(gpt2, tmp_path / "conv", target_modules=["c_attn"], fan_in_fan_out=True)
     with pytest.raises(ModelError, match="Conv1D"):
         with_adapters(open_model(str(gpt2)), [("conv", 1.0)], folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "source", "told"),
+    [
+        ("org/Tied-Instruct", "tied", "'org/Tied-Instruct'"),
+        ("tied-v0.2/", "tied", "'tied-v0.2'"),
+        ("/home/someone/secret/other", "tied", "'other'"),
+        ("/hub/models--org--other/snapshots/0123abcd", "tied", "'other'"),
+        ("org/TIED", "tied", None),
+        (r"C:\models\tied", "tied/", None),
+        ("/hub/models--org--tied/snapshots/0123abcd", "./tied", None),
+        ("org/tied", "linked", None),
+        ("org/tied-unsloth-bnb-4bit", "tied", None),
+        ("", "tied", None),
+        (None, "tied", None),
+        (7, "tied", None),
+    ],
+)
+def test_an_adapter_of_another_base_is_told(tied: Path, tmp_path: Path, recorded: Any, source: str, told: str | None) -> None:
+    adapt(tied, tmp_path / "a")
+    (tmp_path / "tied").symlink_to(tied)
+    (tmp_path / "linked").symlink_to(tied)
+    path = tmp_path / "a" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": recorded}))
+    notes = with_adapters(open_model(source, folder=tmp_path), [("a", 1.0)], folder=tmp_path).adapters[0].notes
+    assert notes == (() if told is None else (f"the adapter 'a' was made for {told}, by its adapter_config.json; here it is merged into 'tied'",))
+    if told is not None:
+        recipe = {"version": 1, "model": {"source": source}, "adapters": [{"source": "a"}], "quantize": {"method": "rtn", "scheme": "int4-g32-sym"}}
+        (tmp_path / "r.yaml").write_text(json.dumps(recipe))
+        assert notes[0] in plan(tmp_path / "r.yaml")[1].notes
+
+
+@pytest.mark.parametrize(
+    ("recorded", "source", "same"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "demo", True),
+        ("HuggingFaceTB/SmolLM2-135M", "demo", False),
+        ("org/Mill-8B", "files/mill-8b-Q4_K_M.gguf", True),
+        ("org/Mill-8B", "files/mill-8b.IQ2_XXS.gguf", True),
+        ("org/Mill-8B", "org/Mill-8B-GGUF", True),
+        ("org/Mill-8B", "files/mill-8b-instruct-q8_0.gguf", False),
+        ("org/Mill-7B-v0.1", "org/Mill-7B-v0.2", False),
+    ],
+)
+def test_names_of_bases(tmp_path: Path, recorded: str, source: str, same: bool) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16, "base_model_name_or_path": recorded}))
+    assert (other_base("a", read_adapter_config(tmp_path), source, tmp_path) is None) == same
 
 
 def test_combinations_without_one_meaning_are_refused(tied: Path, tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ import torch
 from gguf import GGUFWriter
 
 from qforge.files import atomic
+from qforge.models.locate import IMATRIX
 
-FILE = "imatrix.gguf"
+FILE = IMATRIX
 
 
 @dataclass(frozen=True, slots=True)

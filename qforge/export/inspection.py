@@ -27,6 +27,7 @@ from qforge.models.config import quantization_of, read_json
 from qforge.models.gguf_config import gguf_config
 from qforge.models.gguf_header import GgufHeader, read_gguf_header
 from qforge.models.gguf_source import GgufSource
+from qforge.models.locate import model_folder
 from qforge.models.model import Model, open_model
 from qforge.models.shards import Shards, find
 from qforge.models.spec import model_spec
@@ -73,9 +74,7 @@ def _model_of(path: Path) -> Path:
     for name in (ONNX, OPENVINO):
         if (path / name).exists():
             return path / name
-    if not (path / "config.json").exists() and (path / "model" / "config.json").exists():
-        return path / "model"
-    return path
+    return model_folder(path)
 
 
 def _directory(path: Path, check: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from qforge.errors import ModelError
 from qforge.files import expanded
 
+IMATRIX = "imatrix.gguf"  # the importance matrix that a GGUF export may have beside its model
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -35,5 +36,10 @@ def locate(source: str, folder: Path, revision: str | None = None, *, what: str 
 
 
 def model_folder(path: Path) -> Path:
-    """The folder of a model's files: `model` below the output folder of a run, else the path itself."""
-    return path / "model" if not (path / "config.json").exists() and (path / "model" / "config.json").exists() else path
+    """Where a model's files are: `model` below the output folder of a run, the one .gguf file of a folder that is no model directory, else the path itself."""
+    if not path.is_dir() or (path / "config.json").exists():
+        return path
+    if (path / "model" / "config.json").exists():
+        return path / "model"
+    ggufs = [p for p in path.glob("*.gguf") if p.name != IMATRIX]
+    return ggufs[0] if len(ggufs) == 1 else path

@@ -23,6 +23,7 @@ from qforge.evaluate.divergence import evaluate
 from qforge.export.imatrix import FILE as IMATRIX
 from qforge.export.verify_checkpoint import FORMATS as CHECKPOINTS
 from qforge.files import size_of
+from qforge.models.locate import model_folder
 from qforge.models.model import Model, open_model
 from qforge.progress import Progress
 from qforge.stages.journal import Journal, key
@@ -38,7 +39,7 @@ def foreign(engine: str, path: Path) -> Scorer:
 
     Args:
         engine: its name.
-        path: a GGUF file, the folder of an ONNX or TensorRT export, or a file in it.
+        path: a GGUF file or a folder with one, the folder of an ONNX or TensorRT export, or a file in it.
 
     Raises:
         MissingCapabilityError: the engine is not installed, or lacks its GPU.
@@ -46,9 +47,10 @@ def foreign(engine: str, path: Path) -> Scorer:
         UnsupportedError: this is no file that the engine runs.
     """
     if engine == "llama.cpp":
-        if path.suffix != ".gguf" or not path.is_file():
-            raise UnsupportedError(f"engine llama.cpp: {path} is no .gguf file; give one")
-        return LlamaCppEngine(path)
+        file = model_folder(path)
+        if file.suffix != ".gguf" or not file.is_file():
+            raise UnsupportedError(f"engine llama.cpp: {path} is no .gguf file; give one, or a folder that holds one")
+        return LlamaCppEngine(file)
     folder = path if path.is_dir() else path.parent
     file, kind = (TENSORRT, "a tensorrt") if engine == "tensorrt" else (ONNX, "an ONNX")
     if not (folder / file).is_file():

@@ -63,6 +63,7 @@ def run(capsys, *args):
         ("run", "qforge artifact", {"int4-g32-sym": 12, "int8-g64-sym": 2}),
         ("gptq", "gptq checkpoint", {"int4-g32-sym@f16": 14}),
         ("gguf/model-q4_0.gguf", "GGUF file", {"Q4_0": 14, "BF16": 1}),
+        ("gguf", "GGUF file", {"Q4_0": 14, "BF16": 1}),
         ("onnx", "ONNX model", {"MatMulNBits int4 level 1": 14}),
         ("onnx/model.onnx", "ONNX model", {"MatMulNBits int4 level 1": 14}),
         ("qdq", "ONNX model", {"DequantizeLinear INT4": 14}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import struct
 import sys
 import time
@@ -19,13 +20,16 @@ import tiny
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from qforge import numerics
+from qforge import numerics, pipeline
+from qforge.engines import llama_cpp
 from qforge.errors import ModelError
 from qforge.models import gguf_source, names
 from qforge.models.gguf_config import gguf_config
 from qforge.models.gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from qforge.models.locate import model_folder
 from qforge.models.model import open_model
 from qforge.models.tying import shared_table
+from qforge.stages.exported import foreign
 
 BLOCKS = {"attn_q": "Q4_0", "attn_k": "Q8_0", "attn_v": "Q5_0", "attn_output": "Q4_1", "ffn_gate": "Q5_1", "ffn_up": "F16", "ffn_down": "BF16", "token_embd": "Q8_0"}
 
@@ -105,6 +109,24 @@ def test_tensors_equal_transformers_reader(bases: dict[str, Path], tmp_path: Pat
         assert torch.equal(model.weights.read(name), theirs[name]), name
     for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "vocab_size", "tie_word_embeddings"):
         assert getattr(model.config, key) == getattr(config, key), key
+
+
+def test_a_folder_with_one_file_means_that_file(bases: dict[str, Path], tmp_path: Path) -> None:
+    """An importance matrix beside it is no model; of several files none is guessed; a model directory or a run's folder means what it did."""
+    folder = tmp_path / "exports"
+    folder.mkdir()
+    file = write(folder / "m.gguf", bases["llama"])
+    shutil.copy(file, folder / "imatrix.gguf")
+    assert model_folder(folder) == file
+    assert open_model("exports", folder=tmp_path).fingerprint() == open_model(str(file)).fingerprint()
+    assert pipeline._open_exactly(folder).dtype == torch.float32 != open_model(str(folder)).dtype
+    if llama_cpp.missing() is None:
+        assert foreign("llama.cpp", folder).name == foreign("llama.cpp", file).name
+    shutil.copy(file, folder / "n.gguf")
+    with pytest.raises(ModelError, match=r"name the file itself, for example .*\.gguf"):
+        open_model(str(folder))
+    shutil.copytree(bases["qwen2"], folder / "model")
+    assert open_model(str(folder)).config.model_type == "qwen2"
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen2", False), ("gemma3_text", True)])

@@ -11,12 +11,12 @@ from qforge.cli import options
 
 @click.command("compare")
 @click.argument("baseline", metavar="BASELINE")
-@click.argument("candidate", type=click.Path(path_type=Path), metavar="CANDIDATE.json")
+@click.argument("candidate", type=click.Path(path_type=Path), metavar="CANDIDATE")
 @click.option("--gate", "gates", multiple=True, metavar="EXPR", help="A limit: 'perplexity_ratio <= 1.02' (candidate / baseline), 'warn: kl_mean <= 0.1'. Repeatable.")
 @click.option("--out", type=options.FOLDER, metavar="FOLDER", help="Write comparison.json, comparison.md (a pull-request comment), comparison.html and junit.xml.")
 @options.json_file("Write the comparison as JSON; - for stdout.")
 def command(baseline: str, candidate: Path, gates: tuple[str, ...], out: Path | None, json_file: str | None) -> int:
-    """Hold CANDIDATE against BASELINE: results.json or what `eval --json` wrote, measured on the same text.
+    """Hold CANDIDATE against BASELINE: results.json (or the folder of its run) or what `eval --json` wrote, measured on the same text.
 
     BASELINE may also be a folder of past runs named by commit (<commit>.json or <commit>/results.json; FOLDER@REF for another ref than HEAD) or REF:PATH in git:
     where a commit has no run, its nearest ancestor is taken, and that is said. A text file of one line may name any of these, so that accepting a new baseline is a change
@@ -35,10 +35,11 @@ def command(baseline: str, candidate: Path, gates: tuple[str, ...], out: Path | 
     from qforge.errors import DataError
     from qforge.evaluate.baseline import find
     from qforge.evaluate.compare import compare
-    from qforge.evaluate.sides import parse, read
+    from qforge.evaluate.sides import parse, read, result_of
     from qforge.report import comparison, write_comparison
     from qforge.search.altered import altered_files
 
+    candidate = result_of(candidate)
     found = find(baseline, candidate)
     sides = parse(found.text, found.name), read(candidate)
     result = compare(*sides, gates)

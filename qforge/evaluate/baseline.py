@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qforge.errors import DataError, MissingCapabilityError
-from qforge.evaluate.sides import read
+from qforge.evaluate.sides import RESULTS, read
 from qforge.files import expanded
 
-ALLOWED = "a results.json, FOLDER or FOLDER@REF of past runs named by commit (<commit>.json or <commit>/results.json), REF:PATH in git, or a text file that names one of these"
+ALLOWED = (
+    "a results.json or the folder of its run, FOLDER or FOLDER@REF of past runs named by commit (<commit>.json or <commit>/results.json), REF:PATH in git, "
+    "or a text file that names one of these"
+)
 HISTORY = 30  # past runs shown
 _SECONDS = 60  # that git may take
 _COMMIT = re.compile(r"(?:^|[^0-9a-f])([0-9a-f]{7,40})$")
@@ -57,6 +60,8 @@ def find(baseline: str, candidate: Path, *, folder: Path = Path("."), through: t
 
 def _found(baseline: str, candidate: Path, folder: Path, through: tuple[Path, ...]) -> Found:
     path = folder / expanded(baseline)
+    if (path / RESULTS).is_file() and not _past_runs(path, path / RESULTS):
+        return _from_file(path / RESULTS, candidate, through)
     if path.is_dir():
         return _from_runs(path, None, candidate, folder)
     if path.is_file():
@@ -107,7 +112,7 @@ def _blob(commit: str, inside: str, folder: Path) -> bool:
 
 def _from_runs(runs: Path, ref: str | None, candidate: Path, folder: Path) -> Found:
     """The run of a commit (HEAD without a ref) or of its nearest ancestor that has one."""
-    present = {p: c for p in sorted([*runs.glob("*.json"), *runs.glob("*/results.json")]) if p.resolve() != candidate.resolve() and (c := _named(p))}
+    present = _past_runs(runs, candidate)
     if not present:
         raise DataError(f"{runs}: no past run is named by a commit; give {ALLOWED}")
     wanted = _commit(ref or "HEAD", folder)
@@ -120,8 +125,13 @@ def _from_runs(runs: Path, ref: str | None, candidate: Path, folder: Path) -> Fo
     return Found(str(path), _text(path), notes, [p for c, f in reversed(line[:HISTORY]) if (p := _past(c, f))])
 
 
+def _past_runs(runs: Path, without: Path) -> dict[Path, str]:
+    """The commit by which each run in a folder is named."""
+    return {p: c for p in sorted([*runs.glob("*.json"), *runs.glob(f"*/{RESULTS}")]) if p.resolve() != without.resolve() and (c := _named(p))}
+
+
 def _named(path: Path) -> str | None:
-    found = _COMMIT.search(path.parent.name if path.name == "results.json" else path.stem)
+    found = _COMMIT.search(path.parent.name if path.name == RESULTS else path.stem)
     return found[1] if found else None
 
 

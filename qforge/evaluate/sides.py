@@ -11,7 +11,8 @@ from qforge.errors import DataError
 from qforge.evaluate.checked import load, problem, typed
 from qforge.types import Evaluation, ExportResult, GateResult, TaskResult
 
-_WANTED = "give a results.json or a file that 'qforge eval --json' wrote"
+RESULTS = "results.json"  # in the folder of a run
+_WANTED = "give a results.json, the folder of its run, or a file that 'qforge eval --json' wrote"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,11 @@ class Side:
     def column(self, name: str) -> list[float]:
         """One sum of every cluster."""
         return [float(c[name]) for c in self.clusters]
+
+
+def result_of(path: Path) -> Path:
+    """The result that a path means: `results.json` in the folder of a run, else the file itself."""
+    return path / RESULTS if (path / RESULTS).is_file() else path
 
 
 def read(path: Path) -> Side:

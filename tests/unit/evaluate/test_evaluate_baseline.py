@@ -84,6 +84,30 @@ def test_folders_named_by_commit(repository: Repository) -> None:
     assert find("runs", CANDIDATE).name.endswith("results.json")
 
 
+def test_the_folder_of_a_run_means_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """For both sides, and without git; a folder without a result is refused as before."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        Path(name, "work").mkdir(parents=True)
+        Path(name, "results.json").write_text(json.dumps({"evaluation": evaluation()}))
+    for baseline_run, candidate in (("a", "b"), ("a/results.json", "b"), ("a/", "b/results.json")):
+        with pytest.raises(SystemExit) as e:
+            main(["compare", baseline_run, candidate])
+        assert e.value.code == 0, capsys.readouterr().err
+    Path("accepted.txt").write_text("a\n")
+    assert find("accepted.txt", CANDIDATE).name == find("a", CANDIDATE).name == "a/results.json"
+    with pytest.raises(SystemExit) as e:
+        main(["compare", "a", "a/work"])
+    assert e.value.code == 2
+    assert "a/work: Is a directory; give a results.json, the folder of its run" in capsys.readouterr().err
+
+
+def test_runs_named_by_commit_win_over_a_result_beside_them(repository: Repository) -> None:
+    run = repository.run(3)
+    (repository.runs / "results.json").write_text(json.dumps({"evaluation": evaluation()}))
+    assert Path(find("runs", CANDIDATE).name).name == run.name
+
+
 def test_a_file_in_git(repository: Repository) -> None:
     file = repository.folder / "ci" / "baseline.json"
     file.parent.mkdir()

@@ -158,7 +158,9 @@ def _gguf(header: GgufHeader, check: bool) -> dict[str, Any]:
     parameters = sum(math.prod(t.shape) for t in header.tensors.values())
     tensor_bytes = sum(t.nbytes for t in header.tensors.values())
     if check:
-        _read_all(open_model(str(header.path)))
+        model = open_model(str(header.path))
+        _read_all(model)
+        model.tokenizer()
     metadata = {key: _printable(value) for key, value in header.metadata.items() if isinstance(value, (str, int, float, bool)) and len(str(value)) <= 200}
     matrices = [t for t in header.tensors.values() if len(t.shape) > 1]
     return {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qforge.errors import ModelError
 from qforge.files import sha256_file
-from qforge.models.assets import TEMPLATE_FOLDER, TOKENIZER_FILES, VOCABULARIES, end_ids, files_in, generation_config, load_tokenizer, named_templates
+from qforge.models.assets import TEMPLATE_FOLDER, TOKENIZER_FILES, VOCABULARIES, end_ids, files_in, generation_config, load_tokenizer, named_templates, try_template_files
 from qforge.models.cache import cached_folder
 from qforge.models.model import Model
 from qforge.models.weights import digest
@@ -21,11 +21,12 @@ def merged_assets(model: Model, adapters: Sequence[Path], vocab_size: int) -> Pa
     """The assets folder of a model with adapters merged in.
 
     Raises:
-        ModelError: a tokenizer brought by an adapter has more tokens than the merged model has embeddings.
+        ModelError: a tokenizer brought by an adapter has more tokens than the merged model has embeddings, or a chat template cannot be used.
     """
     files = {p.relative_to(model.assets).as_posix(): p for p in files_in(model.assets)}
     before = dict(files)
     for folder in adapters:
+        try_template_files(folder)
         own = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
         own |= {p.relative_to(folder).as_posix(): p for p in named_templates(folder)}
         if any(name in own for name in VOCABULARIES):

@@ -53,15 +53,31 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
         raise ModelError(f"the tokenizer in {folder} cannot be used: model_max_length in tokenizer_config.json is {tokenizer.model_max_length!r}, where a number is needed")
     with reading_tokenizer(f"the tokenizer in {folder} cannot be used"):
         tokenizer.decode(tokenizer.encode(_PROBE))  # what is wrong with its parts shows when they run
-    _try_templates(tokenizer, str(folder))
+    _try_templates(tokenizer, folder)
     return tokenizer
 
 
-def _try_templates(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+def _try_templates(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     found = tokenizer.chat_template
-    for template in found.values() if isinstance(found, dict) else [found]:
+    for name, template in found.items() if isinstance(found, dict) else [("default", found)]:
         if isinstance(template, str):
-            try_template(template, {name: str(value) for name, value in tokenizer.special_tokens_map.items()}, where)
+            own = folder / ("chat_template.jinja" if name == "default" else f"{TEMPLATE_FOLDER}/{name}.jinja")
+            special_tokens = {kind: str(value) for kind, value in tokenizer.special_tokens_map.items()}
+            try_template(template, special_tokens, str(own if own.is_file() else folder / "tokenizer_config.json"))
+
+
+def try_template_files(folder: Path) -> None:
+    """Try the chat templates that are files of a folder.
+
+    Raises:
+        ModelError: see `try_template`.
+    """
+    for path in (folder / "chat_template.jinja", *named_templates(folder)):
+        if path.is_file():
+            with reading_tokenizer(f"{path} cannot be read"):
+                check_regular(path, most_bytes=_MOST_BYTES)
+                text = path.read_text("utf-8")
+            try_template(text, {}, str(path))
 
 
 @contextlib.contextmanager

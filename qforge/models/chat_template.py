@@ -20,12 +20,16 @@ def render(template: str, conversation: Sequence[Mapping[str, str]], special_tok
     Raises:
         Exception: what Jinja or the template raises.
     """
-    return str(_compiled(template).render(messages=conversation, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **special_tokens))
+    return str(compiled(template).render(messages=conversation, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **special_tokens))
 
 
 @functools.lru_cache(maxsize=4)
-def _compiled(template: str) -> Any:
-    """A template in its environment: sandboxed, with `raise_exception`, `strftime_now`, loop controls and JSON that keeps Unicode."""
+def compiled(template: str) -> Any:
+    """A template in its environment: sandboxed, with `raise_exception`, `strftime_now`, loop controls and JSON that keeps Unicode; what transformers compiles is compiled.
+
+    Raises:
+        Exception: it is no Jinja; a `jinja2.TemplateSyntaxError` has the line.
+    """
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols

@@ -23,6 +23,7 @@ from qforge.models.assets import TEMPLATE_FOLDER
 from qforge.models.gguf_config import token_id
 from qforge.models.gguf_header import GgufHeader, read_arrays
 from qforge.models.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from qforge.models.trial import try_template
 
 _KEY = "tokenizer.ggml."
 _ARRAYS = ("tokens", "token_type", "scores", "merges")
@@ -68,7 +69,7 @@ def write_tokenizer(header: GgufHeader, vocab_size: int, folder: Path) -> None:
         vocab_size: tokens that the model embeds.
 
     Raises:
-        ModelError: the file has no vocabulary, one that is damaged, or one of a kind, or with a pre-tokenizer, that is not known here.
+        ModelError: the file has no vocabulary, one that is damaged, or one of a kind, or with a pre-tokenizer, that is not known here; or a chat template cannot be used.
     """
     vocabulary = _vocabulary(header, vocab_size)
     kind = header.metadata.get(f"{_KEY}model")
@@ -88,6 +89,7 @@ def write_tokenizer(header: GgufHeader, vocab_size: int, folder: Path) -> None:
     for key, template in header.metadata.items():
         named = _TEMPLATE.fullmatch(key)
         if named and isinstance(template, str):
+            try_template(template, {}, f"{header.path} ({key})")
             path = folder / TEMPLATE_FOLDER / f"{named[1]}.jinja" if named[1] else folder / "chat_template.jinja"
             path.parent.mkdir(exist_ok=True)
             path.write_text(template)

@@ -12,7 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from qforge import apart
-from qforge.errors import ModelError
+from qforge.errors import ModelError, first_line
 from qforge.files import sha256_file
 
 SAMPLES = (
@@ -46,7 +46,7 @@ def try_tokenizer(path: Path) -> None:
 
 
 def try_template(template: str, special_tokens: Mapping[str, str], where: str) -> None:
-    """Render short conversations; that a template refuses one, or has no sense, is for who uses it.
+    """Compile a template and render short conversations; that it refuses one, or fails at it, is for who uses it.
 
     Args:
         template: Jinja.
@@ -54,7 +54,7 @@ def try_template(template: str, special_tokens: Mapping[str, str], where: str) -
         where: what holds it, for a message.
 
     Raises:
-        ModelError: it ends the process, takes too much time or memory, or makes too long a text.
+        ModelError: it does not compile, ends the process, takes too much time or memory, or makes too long a text.
     """
     told = json.dumps({"template": template, "special_tokens": dict(special_tokens)})
     _judge(told, "template_problem", [], told, (_SECONDS, _BYTES), f"the chat template of {where} cannot be used")
@@ -88,9 +88,15 @@ def _named(path: Path) -> str:
 
 def template_problem(told: bytes) -> str | None:
     """What is wrong with a chat template, in a line; None if nothing. Runs in the separate process."""
-    from qforge.models.chat_template import render
+    from jinja2 import TemplateSyntaxError
+
+    from qforge.models.chat_template import compiled, render
 
     template, special_tokens = itemgetter("template", "special_tokens")(json.loads(told))
+    try:
+        compiled(template)
+    except TemplateSyntaxError as e:
+        return f"line {e.lineno} of the template: {first_line(e)}"
     for conversation in CHATS:
         try:
             text = render(template, conversation, special_tokens, add_generation_prompt=True)

@@ -31,6 +31,7 @@ from qforge.models.adapter_config import read_adapter_config
 from qforge.models.assets import reading_tokenizer
 from qforge.models.config import read_json
 from qforge.models.gguf_header import read_gguf_header
+from qforge.models.lora import with_adapters
 from qforge.models.model import open_model
 from qforge.models.shards import read_header
 from qforge.models.trial import try_template
@@ -39,6 +40,9 @@ from qforge.scheme import parse
 from qforge.text.records import chat_renderer, jsonl_texts
 
 ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
+
+
+BROKEN = "{% for m in messages %}\n{{ m.content }\n{% endfor %}"
 
 
 @pytest.fixture(autouse=True)
@@ -89,10 +93,53 @@ def test_a_template_that_waits_for_its_messages_is_stopped(copy: Path, monkeypat
         llm.generate(["x" * 1_000_000])
 
 
-def test_a_template_may_refuse_and_may_be_no_jinja() -> None:
+def test_a_template_may_refuse() -> None:
     """Whoever has no conversation can use the model."""
-    for template in ("{{ raise_exception('no system role') }}", "{% if %}", "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"):
+    for template in ("{{ raise_exception('no system role') }}", "{{ 1 / 0 }}", "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"):
         try_template(template, {"bos_token": "<s>"}, "here")
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "additional_chat_templates/tool_use.jinja"])
+def test_a_template_that_does_not_compile_is_named_before_any_work(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    if name == "tokenizer_config.json":
+        (copy / "chat_template.jinja").unlink()
+        tell(copy / name, chat_template=BROKEN)
+    else:
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text(BROKEN)
+    said = f"the chat template of {copy / name} cannot be used: line 2 of the template: unexpected '}}'"
+    (tmp_path / "r.yaml").write_text(json.dumps({"version": 1, "model": {"source": str(copy)}, "quantize": {"method": "rtn", "scheme": "int4-g32-sym"}}))
+    for arguments in (["quantize", "--recipe", str(tmp_path / "r.yaml"), "--out", str(tmp_path / "out")], ["inspect", "--check", str(copy)]):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 2
+        assert said in capsys.readouterr().err.replace("\n", " ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_template_of_an_adapter_that_does_not_compile_is_named_where_it_is(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QFORGE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a").mkdir()
+    tell(tmp_path / "a" / "adapter_config.json", peft_type="LORA", r=1, lora_alpha=1)
+    made = {"lora_A": torch.ones(1, 64), "lora_B": torch.zeros(64, 1)}
+    save_file({f"base_model.model.model.layers.0.self_attn.q_proj.{part}.weight": t for part, t in made.items()}, tmp_path / "a" / "adapter_model.safetensors")
+    (tmp_path / "a" / "chat_template.jinja").write_text("{{ a | no_such_filter }}")
+    with pytest.raises(ModelError, match=r"the chat template of \S+/a/chat_template.jinja cannot be used: line 1 of the template: No filter named 'no_such_filter'"):
+        with_adapters(open_model(str(base)), [("a", 1.0)], folder=tmp_path)
+
+
+def test_a_template_of_a_gguf_file_that_does_not_compile_is_named_by_the_file(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QFORGE_CACHE", str(tmp_path / "cache"))
+    (path,) = GgufExporter("f32").write(open_model(str(base)), tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"{% endfor %}", b"{% endfot %}"))
+    assert path.read_bytes() != whole
+    with pytest.raises(ModelError, match=rf"the chat template of {path} \(tokenizer.chat_template\) cannot be used: line 3 of the template: .*'endfot'"):
+        open_model(str(path))
+
+
+def test_templates_that_transformers_takes_compile() -> None:
+    try_template("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}{{ strftime_now('%Y') }}", {}, "here")
 
 
 @pytest.mark.parametrize(

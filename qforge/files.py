@@ -13,6 +13,7 @@ from pathlib import Path
 
 from qforge.errors import OutputError
 
+_POINTER, _LARGEST_POINTER = b"version https://git-lfs.github.com/spec/", 1024  # its first bytes, and its size in bytes, by the specification
 LOCK = ".lock"  # in every output folder, and left there: it marks the folder as ours
 
 
@@ -48,7 +49,7 @@ def readable_errors(path: Path) -> Iterator[None]:
 
 
 def check_regular(path: Path, *, most_bytes: int | None = None) -> None:
-    """Refuse what is there and no file (to read a pipe may wait for ever, a device may never end), or larger than it can be.
+    """Refuse what is there and no file (to read a pipe may wait for ever, a device may never end), larger than it can be, or what Git LFS leaves in a file's place.
 
     Raises:
         OSError: with `strerror`, as opening it would.
@@ -57,6 +58,10 @@ def check_regular(path: Path, *, most_bytes: int | None = None) -> None:
         raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, and no file", str(path))
     if most_bytes is not None and path.exists() and path.stat().st_size > most_bytes:
         raise OSError(errno.EFBIG, f"it has {path.stat().st_size:,} bytes, and such a file has at most {most_bytes:,}", str(path))
+    if path.is_file() and path.stat().st_size <= _LARGEST_POINTER:
+        with open(path, "rb") as f:
+            if f.read(len(_POINTER)) == _POINTER:
+                raise OSError(errno.EINVAL, f"it is a Git LFS pointer, not the file itself; `git lfs pull` in {path.parent} fetches that", str(path))
 
 
 @contextlib.contextmanager

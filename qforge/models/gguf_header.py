@@ -20,6 +20,7 @@ from typing import Any
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from qforge.errors import ModelError
+from qforge.files import check_regular
 from qforge.models.weights import sized
 
 VERSIONS = (2, 3)
@@ -78,6 +79,7 @@ def read_arrays(path: Path, keys: Collection[str]) -> dict[str, list[Any]]:
 
 def _read(path: Path, whole: Collection[str]) -> GgufHeader:
     try:
+        check_regular(path)
         size = path.stat().st_size
         if size < 24:
             raise ModelError(f"{path} is no GGUF file: it has {size} bytes" if size else f"{path} is empty; copy the model again")

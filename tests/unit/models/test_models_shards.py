@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from safetensors.torch import save_file
 
 from qforge.errors import ModelError
+from qforge.models.model import open_model
 from qforge.models.shards import INDEX, SINGLE, Shards, check_index, find
 
 TENSORS = {
@@ -138,3 +140,12 @@ def test_a_file_that_shrinks_after_it_was_opened_is_no_half_tensor(tmp_path: Pat
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ModelError, match="ended early"):
         shards.read("a")
+
+
+@pytest.mark.parametrize("name", [SINGLE, "m.gguf", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_told_from_a_damaged_file(tmp_path: Path, name: str) -> None:
+    folder = tiny.make(tmp_path / "model", layers=1)
+    (folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 269060552\n")
+    with pytest.raises(ModelError, match=f"it is a Git LFS pointer, not the file itself; `git lfs pull` in {folder} fetches") as e:
+        (open_model(str(folder / name)) if name == "m.gguf" else open_model(str(folder))).tokenizer()
+    assert str(folder / name) in str(e.value)

@@ -79,8 +79,11 @@ class GgufExporter:
         """Why the model cannot be written; None if it can."""
         if self.type not in TYPES:
             return f"GGUF type '{self.type}' is not available; use one of {', '.join((*TYPES, *MIXES))}"
-        if model.spec is None or model.config.model_type not in GGUF_ARCHITECTURES:
-            return f"a '{model.config.model_type}' model with these settings has no GGUF form here; the families {', '.join(GGUF_ARCHITECTURES)} have"
+        family = model.config.model_type
+        if family not in GGUF_ARCHITECTURES:
+            return f"a '{family}' model is of a family that has no GGUF form here; the families {', '.join(GGUF_ARCHITECTURES)} have"
+        if model.spec is None:
+            return f"this '{family}' model has settings without a GGUF form here (of its rotary embedding, activation or attention)"
         if not model.schemes and self.type not in ("auto", *_FLOATS):
             others = ", ".join(("auto", *_FLOATS))
             return f"the model is not quantized, and type {self.type} holds quantized weights; use {others}, a mix that quantizes ({', '.join(MIXES)}), or quantize it first"

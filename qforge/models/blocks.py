@@ -342,6 +342,9 @@ def _find_blocks(module: nn.Module, count: int) -> tuple[str, list[Any]]:
                 if stacked is not None:
                     raise UnsupportedError(f"{name}.*.{stacked} has more than two dimensions; models with such tensors are not available yet")
             return name, list(child)
+    conv = next((n for n, m in module.named_modules() if type(m).__name__ == "Conv1D"), None)
+    if conv is not None:
+        raise UnsupportedError(f"{type(module).__name__} keeps the weights of its decoder blocks in transformers' Conv1D ({conv}), and qforge quantizes nn.Linear alone")
     raise UnsupportedError(f"{type(module).__name__} has no list of {count} decoder blocks with linear layers; qforge quantizes decoder-only language models")
 
 

@@ -20,6 +20,7 @@ from qforge.export.gguf_metadata import metadata_problem, rope_factors
 from qforge.export.verify_gguf import verify_gguf_weights
 from qforge.models.assets import end_ids
 from qforge.models.model import open_model
+from qforge.models.names import GGUF_ARCHITECTURES
 from qforge.types import RopeSpec
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -225,7 +226,7 @@ def test_what_gguf_cannot_hold(tmp_path, text, kind, reason):
 def test_what_llama_cpp_cannot_be_told(tmp_path):
     source = opened(tmp_path)
     assert "not quantized" in GgufExporter("q4_0").check(source)
-    assert "no GGUF form" in GgufExporter().check(replace(source, spec=None))
+    assert "without a GGUF form" in GgufExporter().check(replace(source, spec=None))
     gemma = opened(tmp_path, "gemma3_text").spec
     assert metadata_problem(gemma) is None
     assert "other" in metadata_problem(replace(gemma, layer_windows=(32,) * 7))
@@ -281,3 +282,10 @@ def test_seeded_prompts_are_prefixes_and_differ():
     assert prompts == seeded_prompts(windows)
     assert prompts != seeded_prompts(windows, seed=1)
     assert max(map(len, prompts)) <= 128
+
+
+def test_a_family_without_a_gguf_form_is_told_those_that_have_one(tmp_path):
+    source = open_model(str(tiny.make(tmp_path / "gemma2", "gemma2", layers=1)))
+    assert GgufExporter().check(source) == f"a 'gemma2' model is of a family that has no GGUF form here; the families {', '.join(GGUF_ARCHITECTURES)} have"
+    source = opened(tmp_path)
+    assert GgufExporter().check(replace(source, spec=None)) == "this 'llama' model has settings without a GGUF form here (of its rotary embedding, activation or attention)"

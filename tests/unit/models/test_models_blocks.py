@@ -9,6 +9,7 @@ import tiny
 import torch
 
 from qforge import numerics
+from qforge.errors import UnsupportedError
 from qforge.models.blocks import BlockModel
 from qforge.models.model import open_model
 from qforge.scheme import parse
@@ -90,3 +91,10 @@ def test_a_head_takes_more_positions_than_have_embeddings(tmp_path: Path, family
     torch.testing.assert_close(together, torch.cat(each))
     (inputs,) = blocks.head_inputs([hidden])
     torch.testing.assert_close(inputs, torch.cat([x for h in hidden for x in blocks.head_inputs([h[None]])]))
+
+
+def test_a_family_of_conv1d_is_refused_for_that(tmp_path: Path) -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"GPT2LMHeadModel keeps the weights of its decoder blocks in transformers' Conv1D \(transformer.h.0.attn.c_attn\), and qforge quantizes"
+    ):
+        BlockModel(open_model(str(tiny.make(tmp_path / "model", "gpt2", layers=2))))

@@ -71,7 +71,7 @@ def check_named(source: str, folder: Path) -> None:
     """Refuse what names no text, without reading one; the arguments are those of `documents`.
 
     Raises:
-        DataError: no such file, a folder, or a file of a kind that is not read as text.
+        DataError: no such file, a folder, a pipe or a device, or a file of a kind that is not read as text.
     """
     path = folder / expanded(source)
     if source == "builtin":
@@ -80,6 +80,8 @@ def check_named(source: str, folder: Path) -> None:
         _check_kind(path, source)
     elif os.path.isdir(path):
         raise DataError(f"{source}: this is a folder; {ALLOWED}")
+    elif os.path.exists(path):
+        raise DataError(f"{source}: this is a pipe, a socket or a device, and no file; write the text to a file and name that; {ALLOWED}")
     elif not _names_a_dataset(source, folder):
         raise DataError(f"{source}: no such file in {folder.resolve()}; {ALLOWED}")
 

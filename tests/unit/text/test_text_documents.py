@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import types
 from pathlib import Path
@@ -101,6 +102,17 @@ def test_a_missing_file_says_what_is_allowed(tmp_path: Path, tokenizer: Any, sou
 def test_a_folder_is_no_text(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(DataError, match="this is a folder"):
         documents(".", role="calibration", folder=tmp_path, tokenizer=tokenizer)
+
+
+def test_a_pipe_or_a_device_is_there_and_no_file(tmp_path: Path, tokenizer: Any) -> None:
+    """It is not waited for."""
+    os.mkfifo(tmp_path / "pipe")
+    ends = os.pipe()
+    for source in ("/dev/null", "pipe", f"/dev/fd/{ends[0]}"):
+        with pytest.raises(DataError, match=r"a pipe, a socket or a device, and no file; write the text to a file"):
+            documents(source, role="evaluation", folder=tmp_path, tokenizer=tokenizer)
+    for end in ends:
+        os.close(end)
 
 
 def test_messages_need_a_template_that_takes_them(tmp_path: Path) -> None:

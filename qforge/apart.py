@@ -17,6 +17,7 @@ from qforge.errors import first_line
 
 _PATIENCE = 15  # seconds on the clock for each of computing; a machine may be busy
 _ENDS = {signal.SIGXCPU: "it takes too long", signal.SIGKILL: "it takes too long"}
+_END = b"\n[the work has ended]"  # written last; native code can end a process with exit code 0, too
 _BEGIN = "import importlib, sys; root = sys.argv.pop(1); sys.path.insert(0, root); import qforge; sys.path.remove(root); sys.path.append(root); importlib.import_module({!r}).{}()"
 
 
@@ -50,7 +51,8 @@ def problem(function: str, arguments: Sequence[str], seconds: int, nbytes: int, 
         return _ENDS.get(number, f"it ends the process that runs it ({number.name})")
     if done.returncode > 0:
         return next(reversed(done.stderr.decode(errors="replace").strip().splitlines()), f"it ends with exit code {done.returncode}")
-    return done.stdout.decode(errors="replace").strip() or None
+    found, end, _ = done.stdout.rpartition(_END)
+    return found.decode(errors="replace").strip() or None if end else "it ends the process that runs it (exit code 0)"
 
 
 def main() -> None:
@@ -65,7 +67,7 @@ def main() -> None:
         found = "it takes too much memory"
     except BaseException as e:  # panics of Rust code among it
         found = first_line(e)
-    sys.stdout.buffer.write((found or "").encode(errors="replace"))
+    sys.stdout.buffer.write((found or "").encode(errors="replace") + _END)
 
 
 def _limit(seconds: int, nbytes: int) -> None:

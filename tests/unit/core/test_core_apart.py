@@ -18,6 +18,7 @@ def blank(told): raise ValueError(" \\n")
 def mute(told): raise ValueError
 def said(told): raise ValueError("first\\nsecond")
 def leaves(told): os._exit(1)
+def leaves_content(told): os._exit(0)
 def complains(told):
     print("one\\nlast words", file=sys.stderr, flush=True)
     os._exit(3)
@@ -26,7 +27,15 @@ def complains(told):
 
 @pytest.mark.parametrize(
     ("name", "found"),
-    [("fine", None), ("blank", "ValueError"), ("mute", "ValueError"), ("said", "first"), ("leaves", "it ends with exit code 1"), ("complains", "last words")],
+    [
+        ("fine", None),
+        ("blank", "ValueError"),
+        ("mute", "ValueError"),
+        ("said", "first"),
+        ("leaves", "it ends with exit code 1"),
+        ("leaves_content", "it ends the process that runs it (exit code 0)"),
+        ("complains", "last words"),
+    ],
 )
 def test_every_way_to_fail_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, found: str | None) -> None:
     (tmp_path / "strange.py").write_text(MODULE)

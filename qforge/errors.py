@@ -60,3 +60,8 @@ class MissingCapabilityError(QforgeError):
 def first_line(error: BaseException) -> str:
     """What an error of another library says, in its first line; the name of its type where it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def last_line(error: BaseException) -> str:
+    """As `first_line`, of a library whose errors end with what they say, after the places in its source."""
+    return next(reversed(str(error).strip().splitlines()), type(error).__name__).strip()

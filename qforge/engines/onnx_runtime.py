@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from qforge.engines.base import chunks
-from qforge.errors import MissingCapabilityError, ModelError
+from qforge.errors import MissingCapabilityError, ModelError, first_line
 from qforge.machine_limits import default_threads
 
 NAME, GENAI = "onnxruntime", "onnxruntime-genai"
@@ -60,7 +60,7 @@ def session(model: str | bytes, entries: Mapping[str, str] = MappingProxyType({}
     try:
         return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as e:  # its errors have no common base but Exception
-        raise ModelError(f"onnxruntime refuses {model if isinstance(model, str) else 'a part of the model'}: {str(e).splitlines()[0]}") from e
+        raise ModelError(f"onnxruntime refuses {model if isinstance(model, str) else 'a part of the model'}: {first_line(e)}") from e
 
 
 class OnnxRuntimeEngine:
@@ -169,4 +169,4 @@ def _readable_genai(folder: Path) -> Iterator[Any]:
     try:
         yield onnxruntime_genai.Model(str(folder))
     except Exception as e:  # its errors are plain RuntimeErrors and Exceptions
-        raise ModelError(f"onnxruntime-genai cannot run {folder.name}: {str(e).splitlines()[0]}") from e
+        raise ModelError(f"onnxruntime-genai cannot run {folder.name}: {first_line(e)}") from e

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from qforge.engines.base import chunks
-from qforge.errors import MissingCapabilityError, ModelError
+from qforge.errors import MissingCapabilityError, ModelError, last_line
 from qforge.machine_limits import default_threads
 
 NAME = "openvino"
@@ -49,7 +49,7 @@ def read(folder: Path) -> Any:
     try:
         return openvino.Core().read_model(folder / MODEL)
     except RuntimeError as e:
-        raise ModelError(f"openvino refuses {folder / MODEL}: {_last_line(e)}") from e
+        raise ModelError(f"openvino refuses {folder / MODEL}: {last_line(e)}") from e
 
 
 def compiled(model: Any, *, exact: bool = True, threads: int | None = None) -> Any:
@@ -64,7 +64,7 @@ def compiled(model: Any, *, exact: bool = True, threads: int | None = None) -> A
     try:
         return openvino.Core().compile_model(model, "CPU", settings)
     except RuntimeError as e:
-        raise ModelError(f"openvino cannot compile {model.get_friendly_name()}: {_last_line(e)}") from e
+        raise ModelError(f"openvino cannot compile {model.get_friendly_name()}: {last_line(e)}") from e
 
 
 class OpenvinoEngine:
@@ -93,8 +93,3 @@ class OpenvinoEngine:
         total = past + tokens.shape[1]
         feeds = {"input_ids": tokens, "attention_mask": np.ones((1, total), np.int64), "position_ids": np.arange(past, total)[None], "beam_idx": np.zeros(1, np.int32)}
         return torch.from_numpy(self._request.infer(feeds)["logits"][0].copy())
-
-
-def _last_line(error: RuntimeError) -> str:
-    """What OpenVINO says in the end, after the places in its source."""
-    return str(error).strip().splitlines()[-1].strip()

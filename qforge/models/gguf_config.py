@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from qforge.errors import ModelError
+from qforge.errors import ModelError, last_line
 from qforge.models.gguf_header import GgufHeader
 
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
@@ -41,7 +41,7 @@ def gguf_config(header: GgufHeader) -> PretrainedConfig:
     try:
         return CONFIG_MAPPING[family].from_dict({"model_type": family, "architectures": [_ARCHITECTURES[family]], **values, **_tokens(header, values["vocab_size"])})
     except Exception as e:  # transformers' validators raise many kinds
-        raise ModelError(f"{header.path}: its metadata make no valid '{family}' config: {str(e).strip().splitlines()[-1]}") from e
+        raise ModelError(f"{header.path}: its metadata make no valid '{family}' config: {last_line(e)}") from e
 
 
 class _Keys:

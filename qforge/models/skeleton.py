@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
-from qforge.errors import ModelError
+from qforge.errors import ModelError, last_line
 from qforge.models import experts
 from qforge.models.weights import Renamed, WeightSource, listed
 
@@ -58,7 +58,7 @@ def build(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Skele
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
     except Exception as e:  # whatever transformers' modelling code raises
-        raise ModelError(f"transformers cannot build a '{config.model_type}' model from this config: {str(e).strip().splitlines()[-1]}") from e
+        raise ModelError(f"transformers cannot build a '{config.model_type}' model from this config: {last_line(e)}") from e
     empty = [name for name, tensor in module.state_dict().items() if not tensor.numel()]
     if empty:
         raise ModelError(f"this config tells of weights without values: {listed(empty)}; a size in it is 0")

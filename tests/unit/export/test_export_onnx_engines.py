@@ -18,6 +18,7 @@ from qforge import numerics
 from qforge.engines.onnx_runtime import OnnxRuntimeEngine, greedy, session
 from qforge.engines.runtime_engine import RuntimeEngine
 from qforge.engines.transformers_engine import TransformersEngine
+from qforge.errors import ModelError
 from qforge.export.agreement import agreement, next_token_logprobs, seeded_prompts
 from qforge.export.onnx import OnnxExporter
 from qforge.export.onnx_graph import IR_VERSION, OPSET, Graph, Piece, Weight
@@ -209,3 +210,12 @@ def test_a_file_beyond_two_gigabytes(tmp_path):
     assert (tmp_path / "model.onnx.data").stat().st_size > 1 << 31
     onnx.checker.check_model(str(tmp_path / "model.onnx"))
     assert (session(str(tmp_path / "model.onnx")).run(None, {"x": np.array([rows - 1])})[0] == 3.0).all()
+
+
+def test_a_refusal_without_words_is_told_by_its_type(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError
+
+    monkeypatch.setattr("onnxruntime.InferenceSession", fail)
+    with pytest.raises(ModelError, match=r"refuses a part of the model: RuntimeError$"):
+        session(b"")

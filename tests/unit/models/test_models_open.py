@@ -12,7 +12,7 @@ import tiny
 import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from qforge.errors import MissingCapabilityError, ModelError
 from qforge.export.inspection import inspect
@@ -279,3 +279,17 @@ def test_of_a_hubs_folders_named_chat_templates_alone_are_downloaded():
     files = ["config.json", "model.safetensors", "chat_template.jinja", "additional_chat_templates/tool_use.jinja", "onnx/config.json", "original/tokenizer.model", "sub/x.py"]
     found = list(filter_repo_objects(files, allow_patterns=[*hub._WANTED, "*.py"], ignore_patterns=hub._UNWANTED))
     assert found == files[:4]
+
+
+@pytest.mark.parametrize(("words", "said"), [((), "ValueError"), (("first\nlast",), "last")])
+def test_what_transformers_refuses_without_words_is_told_by_its_type(copy: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError(*words)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AutoModelForCausalLM, "from_config", fail)
+        with pytest.raises(ModelError, match=f"from this config: {said}$"):
+            open_model(str(copy))
+    monkeypatch.setattr(LlamaConfig, "from_dict", fail)
+    with pytest.raises(ModelError, match=f"not a valid config of the family 'llama': {said}$"):
+        open_model(str(copy))

@@ -47,10 +47,10 @@ def foreign(engine: str, path: Path) -> Scorer:
         UnsupportedError: this is no file that the engine runs.
     """
     if engine == "llama.cpp":
-        file = model_folder(path)
-        if file.suffix != ".gguf" or not file.is_file():
+        gguf = model_folder(path)
+        if gguf.suffix != ".gguf" or not gguf.is_file():
             raise UnsupportedError(f"engine llama.cpp: {path} is no .gguf file; give one, or a folder that holds one")
-        return LlamaCppEngine(file)
+        return LlamaCppEngine(gguf)
     folder = path if path.is_dir() else path.parent
     file, kind = (TENSORRT, "a tensorrt") if engine == "tensorrt" else (ONNX, "an ONNX")
     if not (folder / file).is_file():

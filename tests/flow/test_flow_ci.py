@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
-from test_flow_quantize import write_recipe
+from flows import write_recipe
 
 KIT = Path(__file__).resolve().parents[2] / "examples" / "ci"
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from test_flow_quantize import write_recipe
+from flows import write_recipe
 
 import qforge
 from qforge.engines.base import Scorer

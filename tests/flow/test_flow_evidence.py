@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from flows import prose, write_recipe
 from gguf import GGUFWriter
 from peft import LoraConfig, get_peft_model
 from real_models import STORIES, needs_stories
 from safetensors.torch import load_file, save_file
-from test_flow_quantize import prose, write_recipe
 from transformers import AutoModelForCausalLM
 
 import qforge

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from flows import kill_at, logits, write_recipe
 from safetensors.torch import load_file, save_file
-from test_flow_quantize import logits, write_recipe
-from test_flow_transforms import kill_at
 
 import qforge
 from qforge import pipeline

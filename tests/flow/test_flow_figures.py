@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from flows import prose, write_recipe
 from real_models import STORIES, needs_stories
-from test_flow_quantize import prose, write_recipe
 from transformers import AutoModelForCausalLM
 
 import qforge

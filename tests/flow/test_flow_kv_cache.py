@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from flows import write_recipe
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_flow_quantize import write_recipe
 from transformers import AutoModelForCausalLM
 
 import qforge

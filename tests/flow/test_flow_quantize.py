@@ -17,6 +17,7 @@ import jsonschema
 import pytest
 import tiny
 import torch
+from flows import logits, prose, write_recipe
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -36,62 +37,6 @@ from qforge.stages.pieces import BlockPieces
 from qforge.types import Results
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = [
-    "the",
-    "mill",
-    "river",
-    "wheat",
-    "village",
-    "model",
-    "small",
-    "function",
-    "nearly",
-    "same",
-    "storm",
-    "window",
-    "lamp",
-    "story",
-    "morning",
-    "day",
-    "week",
-    "grinds",
-    "for",
-    "every",
-    "other",
-    "until",
-    "told",
-]
-
-
-def prose(seed: int, words: int) -> str:
-    rng = random.Random(seed)
-    return " ".join(rng.choice(WORDS) + rng.choice(["", "", "", ",", "."]) for _ in range(words))
-
-
-def write_recipe(folder: Path, **changes: object) -> Path:
-    """A recipe file beside a tiny model, as JSON (which is YAML)."""
-    (folder / "calibration.txt").write_text(prose(1, 2500))
-    (folder / "evaluation.txt").write_text(prose(2, 1500))
-    recipe: dict[str, object] = {
-        "version": 1,
-        "model": {"source": "model"},
-        "calibration": {"source": "calibration.txt", "samples": 8, "sequence_length": 64},
-        "quantize": {"method": "gptq", "scheme": "int4-g32-sym"},
-        "export": [{"format": "gguf"}, {"format": "gptq"}],
-        "evaluate": {"text": "evaluation.txt", "window": 64},
-        "run": {"threads": 1},
-        **changes,
-    }
-    path = folder / "recipe.yaml"
-    path.write_text(json.dumps({k: v for k, v in recipe.items() if v != "default"}))
-    return path
-
-
-def logits(folder: Path, windows: list[list[int]]) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        model(input_ids=torch.tensor([[1]]))
-        return torch.cat([model(input_ids=torch.tensor([w])).logits[0, :-1] for w in windows])
 
 
 def test_every_stage_leaves_what_it_should(tmp_path: Path) -> None:
@@ -536,10 +481,9 @@ def test_a_family_whose_blocks_give_tuples_goes_from_recipe_to_result(tmp_path: 
     assert results.evaluation is not None
     assert 0 < (results.evaluation.kl_mean or 0.0) < 1
     assert sum(layer.scheme is not None for layer in results.layers) == layers
-    if family != "falcon":  # transformers 5.23 initialises what is missing in a way that fails on its quantized linears
-        window = list(range(3, 60))
-        ours = torch.cat(list(TransformersEngine(open_model(str(tmp_path / "out"))).score([window])))
-        torch.testing.assert_close(ours, logits(tmp_path / "out" / "model", [window]), atol=2e-4, rtol=2e-4)
+    window = list(range(3, 60))
+    ours = torch.cat(list(TransformersEngine(open_model(str(tmp_path / "out"))).score([window])))
+    torch.testing.assert_close(ours, logits(tmp_path / "out" / "model", [window]), atol=2e-4, rtol=2e-4)
 
 
 def test_a_badly_broken_model_is_a_failed_gate_and_a_report(tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from flows import with_outliers, write_recipe
 from safetensors.torch import load_file, save_file
-from test_flow_quantize import write_recipe
-from test_flow_transforms import with_outliers
 
 import qforge
 from qforge.errors import NumericalError, QforgeError

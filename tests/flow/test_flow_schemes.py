@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from flows import write_recipe
 from safetensors.torch import load_file, save_file
-from test_flow_quantize import write_recipe
 
 import qforge
 from qforge.engines.runtime_engine import RuntimeEngine

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from test_flow_quantize import write_recipe
+from flows import write_recipe
 
 import qforge
 from qforge import pipeline

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import tiny
-from test_flow_quantize import write_recipe
+from flows import write_recipe
 
 import qforge
 from qforge.cli.main import main

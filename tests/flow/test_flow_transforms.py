@@ -8,27 +8,15 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from flows import kill_at, logits, with_outliers, write_recipe
 from safetensors.torch import load_file, save_file
-from test_flow_quantize import logits, write_recipe
 
 import qforge
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.files import sha256_tree
 from qforge.models.model import open_model
-from qforge.stages import artifact as artifacts
 
 STATIC = "int8-channel-sym+int8-tensor-static"
-
-
-def with_outliers(folder: Path, factor: float = 30.0) -> None:
-    """Give two channels of every norm's output large values that the linears behind it undo: the same model, hard to round."""
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():
-        if "layernorm" in name:
-            tensor[[5, 40]] *= factor
-        elif name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")):
-            tensor[:, [5, 40]] /= factor
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def kl(folder: Path, out: str, method: object, scheme: str) -> float:
@@ -72,28 +60,6 @@ def test_the_artifact_loads_in_transformers_with_equal_logits(tmp_path: Path, fa
     for export in results.exports:
         again = open_model(str(tmp_path / "out" / str(export.path)))
         assert all(torch.equal(again.weights.read(n), artifact.weights.read(n)) for n in changed)
-
-
-def kill_at(block: int, path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that dies when a block is to be kept."""
-    store = artifacts.BlockPieces.store
-
-    def dying(self: artifacts.BlockPieces) -> object:
-        whole = store(self)
-        saved = whole.save
-
-        def save(index: int, piece: object) -> None:
-            if index == block:
-                raise KeyboardInterrupt
-            saved(index, piece)  # type: ignore[arg-type]
-
-        object.__setattr__(whole, "save", save)
-        return whole
-
-    with monkeypatch.context() as patch:
-        patch.setattr(artifacts.BlockPieces, "store", dying)
-        with pytest.raises(KeyboardInterrupt):
-            qforge.quantize(path, out=out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

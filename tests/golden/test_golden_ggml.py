@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import gguf
-import numpy as np
 import pytest
 import tiny
 import torch
-import xllamacpp
+from ggml_by_c import dequantized_by_c
 
 import qforge
 from qforge import numerics
@@ -19,15 +17,6 @@ from qforge.methods import Options, find
 from qforge.models.model import open_model
 from qforge.models.names import gguf_names, gguf_permutes, permuted_heads, unpermute_rows
 from qforge.scheme import parse
-
-
-def dequantized_by_c(kind: str, data: np.ndarray, shape: tuple[int, ...]) -> torch.Tensor:
-    library = ctypes.CDLL(str(next(Path(xllamacpp.__file__).parent.glob("xllamacpp*.so"))))
-    function = library["dequantize_row_" + kind.replace("Q", "q", 1)]
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
-    source, out = np.ascontiguousarray(data), np.full(shape, np.nan, dtype=np.float32)
-    function(source.ctypes.data, out.ctypes.data, out.size)
-    return torch.from_numpy(out)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 import torch
 import transformers
 import xllamacpp
+from ggml_by_c import dequantized_by_c
 from real_models import STORIES, needs_stories
-from test_golden_ggml import dequantized_by_c
 
 from qforge.export.gguf_types import MIXES, tensor_type
 from qforge.layouts.gguf_superblocks import pack, unpack

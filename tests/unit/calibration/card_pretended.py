@@ -12,7 +12,7 @@ import fake_card
 import pytest
 import tiny
 import torch
-from test_calibration_sequential import Memory, schemes_of, windows
+from calibrated import Memory, schemes_of, windows
 
 from qforge import numerics, pipeline
 from qforge.calibration.room import Room

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from calibrated import Memory, Spy, schemes_of, windows
 from safetensors.torch import load_file, save_file
-from test_calibration_sequential import Memory, Spy, schemes_of, windows
 from torch import nn
 from transformers import AutoModelForCausalLM
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from test_calibration_sequential import Memory, schemes_of, windows
-from test_calibration_shared import run
+from calibrated import Memory, run, schemes_of, windows
 from torch import nn
 
 from qforge import numerics

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from test_calibration_sequential import Memory, schemes_of, windows
+from calibrated import Memory, schemes_of, windows
 from torch import nn
 
 from qforge.calibration.precision import fast_products

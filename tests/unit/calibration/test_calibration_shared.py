@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import pickle
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
 import torch
-from test_calibration_sequential import Memory, schemes_of, windows
+from calibrated import Memory, run, schemes_of, windows
 
 from qforge import numerics
-from qforge.calibration.room import Room
 from qforge.calibration.sequential import Job, quantize_blocks
-from qforge.calibration.shared import Part
 from qforge.calibration.statistics import SAMPLE, Sums
-from qforge.methods import Options, find, find_transforms
+from qforge.methods import Options, find
 from qforge.models.blocks import BlockModel
 from qforge.models.model import Model, open_model
 from qforge.progress import SILENT
@@ -29,30 +23,6 @@ METHODS = ["gptq", "awq", "awq gptq"]
 @pytest.fixture(autouse=True, scope="module")
 def products() -> None:
     """In place of the one in conftest.py: as this CPU has them."""
-
-
-class Pretended:
-    """A `Worker` in this process."""
-
-    def __init__(self, model: Model) -> None:
-        self.part = Part(BlockModel(model), Room())
-
-    def start(self, task: str, *arguments: Any) -> Callable[[], Any]:
-        found = pickle.dumps(getattr(self.part, task)(*pickle.loads(pickle.dumps(arguments))))
-        return lambda: pickle.loads(found)
-
-
-def run(model: Model, method: str, workers: int, memory: Memory, *, scheme: str = "int4-g32-asym", head: bool = False, count: int = 7) -> Memory:
-    @contextlib.contextmanager
-    def hired() -> Iterator[list[Pretended]]:
-        yield [Pretended(model) for _ in range(workers)]
-
-    blocks, quantizer, transforms = BlockModel(model), find(method.split()), find_transforms(method.split())
-    assert quantizer is not None
-    schemes = {n: s for n, s in schemes_of(blocks, scheme, head=head).items() if n not in blocks.routers}
-    job = Job(blocks, quantizer, schemes, Options(), transforms=transforms, workers=None if workers == 1 else hired)
-    quantize_blocks(job, windows(count), memory.store(), SILENT)
-    return memory
 
 
 def assert_alike(one: Memory, two: Memory) -> None:

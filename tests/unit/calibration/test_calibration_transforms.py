@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from test_calibration_sequential import Memory, Spy, inputs_of, schemes_of, windows
+from calibrated import Memory, Spy, inputs_of, schemes_of, windows
 from transformers import AutoModelForCausalLM
 
 from qforge import numerics

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_evaluate_compare import evaluation
+from evaluations import evaluation
 
 from qforge.cli.main import main
 from qforge.errors import DataError

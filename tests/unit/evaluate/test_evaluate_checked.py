@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_evaluate_compare import evaluation, task
+from evaluations import evaluation, task
 
 from qforge.errors import DataError
 from qforge.evaluate.compare import compare

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_evaluate_compare import evaluation
+from evaluations import evaluation
 
 KIT = Path(__file__).resolve().parents[3] / "examples" / "ci"
 QFORGE = f"""#!/bin/bash

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,40 +12,14 @@ from xml.etree import ElementTree
 import jsonschema
 import numpy as np
 import pytest
+from evaluations import evaluation, task
 
 from qforge.cli.main import main
 from qforge.errors import DataError
 from qforge.evaluate.compare import compare
 from qforge.evaluate.sides import read
-from qforge.types import Cluster, Evaluation
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-
-
-def evaluation(*, clusters: int = 300, seed: int = 0, nll: float = 0.0, kl: float = 0.0, agree: float = 0.0, noise: float = 0.01, alone: bool = False) -> dict[str, Any]:
-    """An evaluation object; `nll`, `kl`, `agree` move its means per token, with paired noise of another seed when they do."""
-    base, own = np.random.default_rng(99), np.random.default_rng(seed)
-    tokens = base.integers(200, 256, clusters)
-    reference = base.normal(1.7, 0.3, clusters)
-    level = base.lognormal(-2.7, 0.3, clusters)
-    wobble = own.normal(0, noise, clusters) if seed else np.zeros(clusters)
-    rows = [
-        Cluster(
-            int(t), float((r + 0.05 + nll + w) * t), None if alone else float(r * t), None if alone else float((k + kl + w / 10) * t), None if alone else round((0.9 + agree) * t)
-        )
-        for t, r, k, w in zip(tokens, reference, level, wobble, strict=True)
-    ]
-    n = sum(c.tokens for c in rows)
-    made = Evaluation(
-        "ab" * 32,
-        {"window": 256, "bos": True},
-        "qforge 0.1.0",
-        n,
-        {"perplexity": float(np.exp(sum(c.nll_candidate for c in rows) / n))},
-        rows,
-        kl_mean=None if alone else sum(c.kl_sum or 0 for c in rows) / n,
-    )
-    return json.loads(json.dumps(asdict(made)))
 
 
 def write(folder: Path, name: str, data: object) -> Path:
@@ -280,12 +253,6 @@ def test_a_gate_that_cannot_be_judged_is_no_verdict(tmp_path: Path, capsys: pyte
     assert "FAILED: size_change beyond the limit; not enough data to judge kl_mean" in capsys.readouterr().out
     assert run(a, b, "--gate", "top1_agreement_change >= -0.01") == 2  # as many agree, and that is chance
     assert run(a, a, "--gate", "perplexity_ratio <= 1.01", "--gate", "kl_mean_change <= 0.01") == 0  # the same sums: nothing to be unsure of
-
-
-def task(right: str, *, kept: bool = True, fewshot: int = 0) -> dict[str, Any]:
-    share = right.count("1") / len(right)
-    metric = {"reference": 0.9, "candidate": share, "difference": share - 0.9, "lost": 0, "gained": 0, **({"right": right} if kept else {})}
-    return {"questions": len(right), "metrics": {"acc": metric, "bits": {"reference": 1.5, "candidate": 2 - share}}, "protocol": {"fewshot": fewshot, "engine": right}}
 
 
 def with_tasks(folder: Path, name: str, **tasks: dict[str, Any]) -> Path:

@@ -6,12 +6,12 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import pytest
 import torch
+from evaluations import Windows
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
@@ -39,16 +39,6 @@ class Stored:
         for window, logits in zip(windows, self.logits, strict=True):
             for start, stop in chunks(len(window)):
                 yield logits[start:stop]
-
-
-@dataclass
-class Windows:
-    ids: list[list[int]]
-    documents: list[int]
-    sha256: str = "a" * 64
-    protocol: dict[str, Any] = field(default_factory=lambda: {"window": 300})
-    bytes: list[int] | None = None
-    scored: list[list[int]] | None = None
 
 
 def problem(lengths: list[int], seed: int = 0, spread: float = 4.0) -> tuple[Stored, Stored, Windows]:

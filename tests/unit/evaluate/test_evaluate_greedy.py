@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from evaluations import Windows
 from safetensors.torch import load_file, save_file
-from test_evaluate_divergence import Windows
 from transformers import AutoModelForCausalLM
 
 from qforge import pipeline

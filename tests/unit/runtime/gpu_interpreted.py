@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import runtime_models
 import torch
+from replayed import replaying
 from runtime_models import model, prompts, quantized
 from shared_models import Exchange, together
-from test_runtime_gpu import replaying
 from tolerances import GPU_LOGITS
 
 from qforge.errors import ModelError

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replayed import Replaying, replaying
 from runtime_models import folder, model, prompts, quantized
 from tolerances import GPU_LOGITS
 
@@ -34,18 +34,6 @@ from qforge.scheme import parse
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT / "benchmarks"))
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Replaying:
-    """In place of a CUDA graph: the same work on the same memory, by calling it again."""
-
-    replay: Callable[[], None]
-
-
-def replaying(run: Callable[[], None]) -> Replaying:
-    run()
-    return Replaying(run)
 
 
 def test_the_decoder_agrees_with_the_reference_in_the_interpreter() -> None:

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 
+from torch import nn
+
 from qforge.engines import tasks
 from qforge.errors import MissingCapabilityError, RecipeError, UnsupportedError
 from qforge.layouts import checkpoint
-from qforge.layouts.compressed_tensors_config import experts_problem
+from qforge.layouts.compressed_tensors_config import class_problem, experts_problem
 from qforge.methods import Options, Quantizer, Transform, find, find_transforms, find_tuner, refine, statistics_needed
 from qforge.methods.device import check_runs_there, device_of
 from qforge.methods.reads import unread
@@ -101,6 +103,7 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
     unread = experts_problem(p.scheme for p in layers if p.name in blocks.experts) if schemes else None
     if unread is not None:
         notes.append(f"transformers 5.23 {unread}, so that it does not run this artifact as it is meant; qforge does, and other programs that follow its quantization_config")
+    notes += _unloaded(model, blocks, {p.name: p.scheme for p in layers if p.scheme is not None})
     _check_transforms(transforms, schemes)
     _check_tuning(options, schemes, quantizer)
     notes += _unread(recipe, schemes)
@@ -337,6 +340,15 @@ def unquantized_bytes(model: Model, quantized: Mapping[str, Scheme]) -> int:
 def export_bytes(type_name: str | None, parameters: int, artifact_bytes: int) -> int:
     """About how large an export gets: as many bytes as its type of floats takes, or as the artifact's integers take."""
     return {"f32": 4, "f16": 2, "bf16": 2}.get(type_name or "", 0) * parameters or artifact_bytes
+
+
+def _unloaded(model: Model, blocks: BlockModel, schemes: Mapping[str, Scheme]) -> list[str]:
+    """A note where linears are of a class of their family's own, with which transformers does not load the artifact."""
+    own = {type(m).__name__ for i in range(blocks.num_blocks) for n, m in blocks.linears(i).items() if n in schemes and type(m) is not nn.Linear}
+    problem = class_problem(schemes.values(), tied=shared_table(model, schemes) is not None) if own else None
+    if problem is None:
+        return []
+    return [f"transformers 5.23 does not load this artifact: the linears are of a class of their own ({', '.join(sorted(own))}), and it {problem}; qforge does"]
 
 
 def _apart(schemes: Mapping[str, Scheme | None]) -> list[str]:

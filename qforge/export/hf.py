@@ -23,6 +23,7 @@ from qforge.models import skeleton
 from qforge.models.config import read_json
 from qforge.models.model import Model
 from qforge.models.names import HEAD
+from qforge.models.skeleton import Skeleton
 from qforge.models.tying import shared_table, tied_head
 from qforge.models.weights import TensorInfo
 from qforge.qlinear import QuantizedLinear
@@ -67,7 +68,9 @@ def write_artifact(
     config = config_json(model.config, model.dtype, tied=False if tied_head(model, schemes) is not None and table is None else None)
     if schemes or kv_scales:
         tied = None if table is None else (HEAD, table)
-        config["quantization_config"] = checkpoint.quantization_config(schemes, unquantized_linears(model, schemes), model.dtype, tied, kv_cache=bool(kv_scales))
+        built = skeleton.build(model.config, trust_remote_code=model.trust_remote_code)
+        plain = all(built.kinds.get(name, "Linear") == "Linear" for name in schemes)
+        config["quantization_config"] = checkpoint.quantization_config(schemes, _unquantized(built, schemes), model.dtype, tied, kv_cache=bool(kv_scales), plain=plain)
     pieces = checkpoint_pieces(model, schemes, lambda n: _packed(model, schemes, linear, n, table), changed or {}, table)
     with atomic_folder(folder) as temporary:
         write_safetensors(temporary, [*pieces, *cache_pieces("compressed-tensors", kv_scales, model.dtype)], shard_bytes=shard_bytes)
@@ -142,7 +145,10 @@ def architectures(config: PretrainedConfig) -> list[str]:
 
 def unquantized_linears(model: Model, schemes: Mapping[str, Scheme]) -> list[str]:
     """Module names of all linears that are not quantized, the (perhaps tied) output head and the routers of experts (linears in other programs) included."""
-    built = skeleton.build(model.config, trust_remote_code=model.trust_remote_code)
+    return _unquantized(skeleton.build(model.config, trust_remote_code=model.trust_remote_code), schemes)
+
+
+def _unquantized(built: Skeleton, schemes: Mapping[str, Scheme]) -> list[str]:
     return sorted({*built.linears, *built.routers} - set(schemes))
 
 

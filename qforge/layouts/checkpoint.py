@@ -41,15 +41,16 @@ def layout_for(scheme: Scheme, schemes: Mapping[str, Scheme], model_dtype: torch
 
 
 def quantization_config(
-    schemes: Mapping[str, Scheme], ignored: Sequence[str], model_dtype: torch.dtype, tied: tuple[str, str] | None = None, *, kv_cache: bool = False
+    schemes: Mapping[str, Scheme], ignored: Sequence[str], model_dtype: torch.dtype, tied: tuple[str, str] | None = None, *, kv_cache: bool = False, plain: bool = True
 ) -> dict[str, Any]:
     """The `quantization_config` of config.json; see the layouts.
 
     Args:
         tied: the output head and the embedding with which it shares its codes.
         kv_cache: whether keys and values have scales.
+        plain: whether the quantized linears are of torch's own class.
     """
     if any(s.number is Number.NF4 for s in schemes.values()):
         return bitsandbytes.quantization_config(schemes, ignored, model_dtype)
-    config = compressed_tensors_config.quantization_config(schemes, ignored, tied)
+    config = compressed_tensors_config.quantization_config(schemes, ignored, tied, plain=plain)
     return config | ({"kv_cache_scheme": SCHEME} if kv_cache else {})

@@ -25,13 +25,14 @@ _EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
 _INTEGERS = {n.bits: n for n in Number if n.is_int}
 
 
-def quantization_config(schemes: Mapping[str, Scheme], ignored: Sequence[str], tied: tuple[str, str] | None = None) -> dict[str, Any]:
+def quantization_config(schemes: Mapping[str, Scheme], ignored: Sequence[str], tied: tuple[str, str] | None = None, *, plain: bool = True) -> dict[str, Any]:
     """The `quantization_config` of config.json.
 
     Args:
         schemes: the scheme of each quantized linear, by module name; empty where only keys and values are to be rounded.
         ignored: module names of the linears that are not quantized, the output head included.
         tied: the output head among them and the embedding with which it shares its codes (`table_problem` of its scheme is None); None where it has codes of its own, or none.
+        plain: whether the quantized linears are of torch's own class in transformers' code; those of another are dequantized on loading, where that is possible (`class_problem`).
     """
     if tied is not None:
         table = _group(schemes[tied[0]], list(tied), padded_zeros=False) | {"format": "int-quantized"}
@@ -53,7 +54,7 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Sequence[str], t
         groups[f"group_{i}"] = _group(scheme, targets, padded_zeros=not dequantized)
     formats = {format_of(s) for s in ordered}
     config = _config(groups, formats.pop() if len(formats) == 1 else "mixed-precision" if formats else "dense", ignored)
-    return config | ({"dequantize": True} if dequantized else {})
+    return config | ({"dequantize": True} if dequantized or (not plain and _dequantizable(ordered)) else {})
 
 
 def _config(groups: Mapping[str, Any], kind: str, ignored: Sequence[str]) -> dict[str, Any]:
@@ -72,7 +73,28 @@ def dequantized_on_loading(schemes: Iterable[Scheme]) -> bool:
     """Whether config.json asks transformers 5.23 to dequantize while it loads, as it must for packed zero points and for FP4 (which it else takes to bfloat16, whatever the model's
     dtype is). It can where all linears have one scheme, and where none of them rounds its inputs, which a dequantized linear no longer does."""
     distinct = set(schemes)
-    return len(distinct) == 1 and all((packs_zeros(s) or s.number is Number.FP4_E2M1) and s.activations is None for s in distinct)
+    return _dequantizable(distinct) and all(packs_zeros(s) or s.number is Number.FP4_E2M1 for s in distinct)
+
+
+def _dequantizable(schemes: Iterable[Scheme]) -> bool:
+    distinct = set(schemes)
+    return len(distinct) == 1 and all(s.activations is None for s in distinct)
+
+
+def class_problem(schemes: Iterable[Scheme], *, tied: bool) -> str | None:
+    """None, or why transformers 5.23 does not load a checkpoint with quantized linears of another class than torch's (FalconLinear): its code for the family initialises their
+    `weight`, which is not there where codes are packed, unless it dequantizes while it loads; and bitsandbytes takes the place of torch's class alone.
+
+    Args:
+        schemes: of all quantized linears.
+        tied: whether the output head and the embedding share codes.
+    """
+    distinct = set(schemes)
+    if any(s.number is Number.NF4 for s in distinct):
+        return "puts no nf4 into linears of another class than torch's"
+    if (_dequantizable(distinct) and not tied) or not any(format_of(s).endswith("pack-quantized") for s in distinct):
+        return None
+    return "initialises their weights, which packed codes do not have, unless all layers have one scheme that quantizes weights alone, and the output head none that is tied"
 
 
 def experts_problem(schemes: Iterable[Scheme | None]) -> str | None:

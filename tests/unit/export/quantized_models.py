@@ -13,10 +13,12 @@ from qforge.models.weights import TensorInfo
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme, parse
 
+_PROJECTIONS = ("_proj.weight", ".query_key_value.weight", ".dense.weight", ".dense_h_to_4h.weight", ".dense_4h_to_h.weight")  # the last four: Falcon's
+
 
 def rtn(model, text="int4-g32-sym", overrides=None, head=False, ignore=()):
     """Schemes and RTN linears of a model: `text` for all projections, `overrides` by the last part of the name."""
-    names = [n.removesuffix(".weight") for n in model.weights.names() if n.endswith("_proj.weight")]
+    names = [n.removesuffix(".weight") for n in model.weights.names() if n.endswith(_PROJECTIONS)]
     last = {n: n.rsplit(".", 1)[-1] for n in names}
     schemes: dict[str, Scheme] = {n: parse((overrides or {}).get(last[n], text)) for n in names if last[n] not in ignore}
     if head:

@@ -18,6 +18,7 @@ from qforge.export import exporter
 from qforge.export.hf import write_artifact
 from qforge.export.verify_text import verify_text
 from qforge.files import sha256_tree
+from qforge.layouts.compressed_tensors_config import class_problem
 from qforge.models.model import open_model
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
@@ -64,6 +65,19 @@ def test_transformers_loads_the_artifact_bit_for_bit(tmp_path, case, dtype):
         if name.removesuffix(".weight") not in schemes:
             assert torch.equal(state[name], source.weights.read(name).float()), name
     AutoTokenizer.from_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize("text", ["int4-g32-sym", "int4-g32-asym", "int8-channel-sym", "fp8-e4m3-channel", "nvfp4", "mxfp4", "int8-channel-sym+int8-token"])
+def test_linears_of_a_class_of_their_own_are_dequantized_on_loading(tmp_path, text):
+    """transformers' FalconLinear is no nn.Linear to the code that initialises it, which fails where codes are packed."""
+    source = open_model(str(tiny.make(tmp_path / "source", "falcon", layers=2, new_decoder_architecture=True)))
+    schemes, linear = rtn(source, text)
+    write_artifact(tmp_path / "model", source, schemes, linear, {})
+    model = in_transformers(tmp_path / "model")
+    for name in schemes:
+        assert torch.equal(model.state_dict()[f"{name}.weight"].float(), numerics.dequantize(linear(name))), name
+    assert class_problem(schemes.values(), tied=False) is None
+    assert ("dequantize" in json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]) == ("+" not in text)
 
 
 ROUNDED = ["int8-channel-sym+int8-token", "int8-channel-sym+int8-tensor-static", "int8-channel-asym+int8-token", "int4-g32-sym+int8-token", "fp8-e4m3-channel+fp8-e4m3-token",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import tiny
+from transformers import AutoModelForCausalLM
 
 from qforge import pipeline
 from qforge.cli.main import main
@@ -44,6 +46,32 @@ def test_a_plan_writes_nothing_and_predicts_the_size(tmp_path: Path) -> None:
         results = pipeline.quantize(path, out=folder / "out")
         assert plan.size_bytes == pytest.approx(results.artifact["weights_bytes"], rel=0.15)
         assert plan.bits_per_weight == results.artifact["bits_per_weight"]
+
+
+@pytest.mark.parametrize(
+    ("quantize", "says"),
+    [
+        (QUANTIZE, None),
+        ({**QUANTIZE, "scheme": "w8a8-int8"}, None),
+        ({**QUANTIZE, "scheme": "int4-g32-sym+int8-token"}, "initialises their weights"),
+        ({**QUANTIZE, "overrides": [{"match": "*dense_4h_to_h", "scheme": "int8-channel-sym"}]}, "initialises their weights"),
+        ({"method": "nf4"}, "puts no nf4 into linears"),
+    ],
+)
+def test_an_artifact_that_transformers_does_not_load_is_said_to_be_one(tmp_path: Path, quantize: dict[str, object], says: str | None) -> None:
+    """And it does not, or the note is wrong."""
+    for family in ("falcon", "gptj"):
+        (tmp_path / family).mkdir()
+        tiny.make(tmp_path / family / "model", family, layers=1, **({"new_decoder_architecture": True} if family == "falcon" else {"rotary_dim": 8, "tied": False}))
+    path = recipe(tmp_path / "falcon", quantize=quantize)
+    told = [n for n in pipeline.plan(path)[1].notes if "transformers 5.23 does not load this artifact" in n]
+    assert len(told) == (says is not None)
+    assert all("FalconLinear" in n and str(says) in n for n in told)
+    pipeline.quantize(path, out=tmp_path / "out")
+    with pytest.raises((AttributeError, RuntimeError)) if told else contextlib.nullcontext():
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    if "overrides" not in quantize:
+        assert not any("does not load this artifact:" in n for n in planned(tmp_path / "gptj", quantize=quantize).notes)
 
 
 @pytest.mark.parametrize(

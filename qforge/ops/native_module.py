@@ -48,7 +48,8 @@ def instruction_sets() -> list[str]:
 
 def code_for(products: str) -> str | None:
     """The instruction set of the code that multiplies `floats`, `bytes`, `bf16`, or `blocks` of integers here; None without the native module."""
-    return context(1).code(products) if instruction_sets() else None
+    sets = instruction_sets()
+    return context(1, sets[0]).code(products) if sets else None
 
 
 @functools.lru_cache(maxsize=8)

@@ -90,7 +90,7 @@ def open_model(source: str, *, folder: Path = Path("."), revision: str | None = 
     """Open a model; no tensor is read, but every header is checked.
 
     Args:
-        source: a Hugging Face directory (or the output folder of a run), a `.gguf` file (or a folder of one and no other model), `demo`, or a hub id. A path that exists wins over a hub id.
+        source: a Hugging Face directory (or the output folder of a run), a `.gguf` file (or a folder of one and no other model), `demo`, or a hub id. A path that exists wins.
         folder: what a relative path is relative to.
         revision: branch, tag or commit of a hub id.
         dtype: `auto` (as the config says; float16 for a quantized GGUF), float32, float16 or bfloat16.

@@ -68,11 +68,14 @@ class Asked(BaseModel):
             SamplingParams(
                 max_tokens=self.most(), temperature=1.0 if self.temperature is None else self.temperature, top_k=top_k,
                 top_p=1.0 if self.top_p is None else self.top_p, min_p=self.min_p or 0.0,
-                seed=self.seed if self.seed is None else self.seed + i if self.seed >= 0 else (self.seed + i) % (1 << 64), stop=stop, stop_token_ids=tuple(self.stop_token_ids or ()), ignore_eos=bool(self.ignore_eos),
-                logprobs=told, prompt_logprobs=of_prompt,
+                seed=self._seed(i), stop=stop, stop_token_ids=tuple(self.stop_token_ids or ()), ignore_eos=bool(self.ignore_eos), logprobs=told, prompt_logprobs=of_prompt,
             )
             for i in range(self.n or 1)
         ]  # fmt: skip
+
+    def _seed(self, choice: int) -> int | None:
+        """Each choice has one of its own; OpenAI's are of 64 bits with a sign."""
+        return None if self.seed is None else self.seed + choice if self.seed >= 0 else (self.seed + choice) % (1 << 64)
 
     def most(self) -> int | None:
         """Tokens of a choice at most."""

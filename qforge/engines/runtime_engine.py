@@ -30,7 +30,7 @@ class RuntimeEngine:
         blocks = max(-(-context // SCORING_BLOCK), WRITING * WRITTEN_BLOCKS) if device == "cpu" else None  # a GPU takes memory at once: as much of this as there is room for
         self._llm = LLM(
             model, activations=activations, threads=threads, device=device, tensor_parallel=tensor_parallel, graphs=False,
-            block_size=SCORING_BLOCK, num_blocks=blocks, max_num_seqs=WRITING,
+            block_size=SCORING_BLOCK, num_blocks=blocks, max_num_seqs=WRITING, prefix_cache=False,
         )  # fmt: skip
         said = [f"{activations} activations"] * (activations != "fp") + ["fp8 keys and values"] * (self._llm.kv_cache == "fp8") + [f"on {device}"] * (device != "cpu")
         self.name = f"qforge ({', '.join(said)})" if said else "qforge"

@@ -146,6 +146,6 @@ def _writer(model: Model, seed: int, *, ignore_eos: bool = False) -> Writer:
 
     def write(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
         chosen = [SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=seed + i, ignore_eos=ignore_eos) for i in range(len(prompts))]
-        return [o.token_ids for o in LLM(model, max_num_seqs=TOGETHER).generate(prompts, chosen)]
+        return [o.token_ids for o in LLM(model, max_num_seqs=TOGETHER, prefix_cache=False).generate(prompts, chosen)]
 
     return write

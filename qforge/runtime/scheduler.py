@@ -60,23 +60,18 @@ class _Step:
         self.pieces: list[Piece] = []
         self.most, self.left, self.left_for_long, self.left_for_logits = tokens, tokens, max(1, tokens - tokens // _LEFT), _LOGITS
 
-    def next_of(self, sequence: Sequence) -> Piece:
-        """What a sequence may have of it."""
+    def take(self, sequence: Sequence) -> int:
+        """How many tokens a sequence may compute in it; they are taken."""
         rest = len(sequence.tokens) - sequence.computed
-        whole = Piece(sequence, sequence.computed, len(sequence.tokens))
-        most = min(self.left, self.left_for_long if self._is_long(whole) else rest, self.left_for_logits if whole.tells_prompt else rest)
-        return Piece(sequence, sequence.computed, sequence.computed + min(rest, most))
-
-    def put(self, piece: Piece) -> None:
-        """Take a piece in."""
-        tokens = piece.stop - piece.start
-        self.pieces.append(piece)
+        tokens = min(rest, self.left)
+        if rest > self.most:
+            tokens = min(tokens, self.left_for_long)
+            self.left_for_long -= tokens
+        if sequence.params.prompt_logprobs is not None and sequence.computed < sequence.num_prompt:
+            tokens = min(tokens, self.left_for_logits)
+            self.left_for_logits -= tokens
         self.left -= tokens
-        self.left_for_long -= tokens * self._is_long(piece)
-        self.left_for_logits -= tokens * piece.tells_prompt
-
-    def _is_long(self, piece: Piece) -> bool:
-        return len(piece.sequence.tokens) - piece.start > self.most
+        return tokens
 
 
 class Scheduler:
@@ -178,9 +173,12 @@ class Scheduler:
 
     def _join(self, step: _Step, sequence: Sequence) -> None:
         """Put a running sequence's next tokens into a step, as many as it has room for."""
-        piece = step.next_of(sequence)
-        if piece.stop > piece.start and self._hold(sequence, piece.stop):
-            step.put(piece)
+        tokens = step.take(sequence)
+        stop = sequence.computed + tokens
+        if tokens and self._hold(sequence, stop):
+            step.pieces.append(Piece(sequence, sequence.computed, stop))
+        else:
+            step.left += tokens
 
     def _fill(self, step: _Step) -> None:
         """Give what nobody came for to those that left it."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from qforge.runtime.sequence import Logprob
@@ -18,7 +17,6 @@ _LEAST = -9999.0  # of a log-probability, since JSON has no infinity; vLLM says 
 class Choice:
     """Attributes:
     index: its place in the answer.
-    pieces: as they come.
     echo: the prompt's text if the answer is to begin with it; None once it has.
     """
 
@@ -26,7 +24,6 @@ class Choice:
     ticket: Ticket
     tokenizer: Tokenizer
     echo: str | None
-    pieces: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
     _before: list[int] | None = None  # the last token that was told, since what a token adds to a text depends on it
     _offset: int = 0
 

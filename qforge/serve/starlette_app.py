@@ -8,7 +8,7 @@ import functools
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,8 @@ class Server:
 
     def __init__(self, llm: LLM, name: str, other: str | None = None) -> None:
         self._llm, self._name, self._names, self._began = llm, name, (name, other), int(time.time())
-        self._worker = Worker(llm.engine(), lambda ticket, reason: self._metrics.ended(ticket, reason))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._worker = Worker(llm.engine(), self._call, lambda ticket, reason: self._metrics.ended(ticket, reason))
         self._metrics = Metrics(self._worker.counts)
         routes = [
             Route("/v1/completions", self._completions, methods=["POST"]),
@@ -74,11 +75,17 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._loop = asyncio.get_running_loop()
         self._worker.start()
         try:
             yield
         finally:
             await run_in_threadpool(self._worker.stop)
+
+    def _call(self, deliveries: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server is ending
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(deliveries)
 
     async def _completions(self, request: Request) -> Response:
         began, asked = time.monotonic(), await self._read(request, Completion)
@@ -102,29 +109,18 @@ class Server:
         return asked
 
     async def _answer(self, request: Request, asked: Asked, prompts: list[Any], shape: _Shape, began: float, *, echo: bool = False) -> Response:
-        params = asked.sampling()
-        choices = await run_in_threadpool(self._submit, prompts, params, asyncio.get_running_loop(), began, echo)
+        params, pieces = asked.sampling(), _Pieces()
+        choices = await run_in_threadpool(self._submit, prompts, params, pieces, began, echo)
         head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "object": shape.kind, "created": int(time.time()), "model": self._name}
         if asked.stream:
-            return StreamingResponse(self._events(choices, head | {"object": shape.part_kind}, shape, len(params) if asked.wants_usage else 0), media_type="text/event-stream")
+            events = self._events(choices, pieces, head | {"object": shape.part_kind}, shape, len(params) if asked.wants_usage else 0)
+            return StreamingResponse(events, media_type="text/event-stream")
         with self._held(choices):
-            tasks = [asyncio.ensure_future(_whole(choice)) for choice in choices]
-            try:
-                left = set(tasks)
-                while left:
-                    done, left = await asyncio.wait(left, timeout=_LOOK_S, return_when=asyncio.FIRST_EXCEPTION)
-                    for task in done:
-                        task.result()
-                    if await request.is_disconnected():
-                        raise ClientDisconnect
-                found = [task.result() for task in tasks]
-            finally:
-                for task in tasks:
-                    task.cancel()
+            found = await _whole(request, pieces, len(choices))
         told = await run_in_threadpool(lambda: [shape.whole(c, piece) for c, piece in zip(choices, found, strict=True)])
         return JSONResponse(head | {"choices": told, "usage": _usage(choices, len(params))})
 
-    def _submit(self, prompts: list[Any], params: list[SamplingParams], loop: asyncio.AbstractEventLoop, began: float, echo: bool) -> list[Choice]:
+    def _submit(self, prompts: list[Any], params: list[SamplingParams], pieces: _Pieces, began: float, echo: bool) -> list[Choice]:
         """Tokenize and queue; all of them or none."""
         if len(prompts) * len(params) > MOST_WAITING:
             raise DataError(f"{len(prompts) * len(params):,} continuations are asked for at once, and {MOST_WAITING:,} may wait; ask for fewer")
@@ -135,10 +131,9 @@ class Server:
             except DataError as e:
                 raise DataError(f"prompt {number} of {len(prompts)}: {e}" if len(prompts) > 1 else f"the prompt: {e}") from e
             read.append((None if not echo else self._llm.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) if text is None else text, ids))
-        queues: list[asyncio.Queue[Piece]] = [asyncio.Queue() for _ in range(len(prompts) * len(params))]
         asked = [(ids, one) for _, ids in read for one in params]
-        tickets = self._worker.submit([(ids, one, functools.partial(_hand_over, loop, queue)) for (ids, one), queue in zip(asked, queues, strict=True)], began)
-        return [Choice(i, ticket, self._llm.tokenizer, read[i // len(params)][0], queue) for i, (ticket, queue) in enumerate(zip(tickets, queues, strict=True))]
+        tickets = self._worker.submit([(ids, one, functools.partial(_put, pieces, i)) for i, (ids, one) in enumerate(asked)], began)
+        return [Choice(i, ticket, self._llm.tokenizer, read[i // len(params)][0]) for i, ticket in enumerate(tickets)]
 
     @contextlib.contextmanager
     def _held(self, choices: list[Choice]) -> Iterator[None]:
@@ -153,21 +148,27 @@ class Server:
         for choice in choices:
             self._worker.cancel(choice.ticket)
 
-    async def _events(self, choices: list[Choice], head: dict[str, Any], shape: _Shape, usage: int) -> AsyncIterator[str]:
+    async def _events(self, choices: list[Choice], pieces: _Pieces, head: dict[str, Any], shape: _Shape, usage: int) -> AsyncIterator[str]:
         """`usage`: choices of each prompt if tokens are to be counted at the end, else 0."""
         with self._held(choices):
-            for choice in choices:
-                for first in shape.first(choice.index):
-                    yield _event(head | {"choices": [first]})
-            async for choice, piece in _merged(choices):
-                if piece.error is not None:
-                    yield _event(_error(_status(piece.error), piece.error))
-                    return
-                if piece.text or piece.finish_reason or piece.logprobs or choice.echo:
-                    yield _event(head | {"choices": [shape.part(choice, piece)]})
-            if usage:
-                yield _event(head | {"choices": [], "usage": _usage(choices, usage)})
-            yield "data: [DONE]\n\n"
+            begin = [_event(head | {"choices": [first]}) for choice in choices for first in shape.first(choice.index)]
+            if begin:
+                yield "".join(begin)
+            left = len(choices)
+            while left:
+                events: list[str] = []
+                for index, piece in [await pieces.get(), *_ready(pieces)]:
+                    choice = choices[index]
+                    if piece.error is not None:
+                        yield "".join([*events, _event(_error(_status(piece.error), piece.error))])
+                        return
+                    if piece.text or piece.finish_reason or piece.logprobs or choice.echo:
+                        events.append(_event(head | {"choices": [shape.part(choice, piece)]}))
+                    left -= piece.finish_reason is not None
+                if events:
+                    yield "".join(events)
+            end = [_event(head | {"choices": [], "usage": _usage(choices, usage)})] if usage else []
+            yield "".join([*end, "data: [DONE]\n\n"])
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described()]})
@@ -241,36 +242,46 @@ class _Chats:
 _Shape = _Completions | _Chats
 
 
-def _hand_over(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[Piece], piece: Piece) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: the server is ending
-        loop.call_soon_threadsafe(pieces.put_nowait, piece)
+_Pieces = asyncio.Queue[tuple[int, Piece]]  # of all choices of an answer, with their places in it
 
 
-async def _whole(choice: Choice) -> Piece:
-    """All pieces of a choice as one."""
-    pieces: list[Piece] = []
-    while not pieces or pieces[-1].finish_reason is None:
-        pieces.append(await choice.pieces.get())
-        if pieces[-1].error is not None:
-            raise Failed(_status(pieces[-1].error), pieces[-1].error)
-    told = None if pieces[0].logprobs is None else [one for piece in pieces for one in piece.logprobs or ()]
-    return Piece("".join(piece.text for piece in pieces), pieces[-1].finish_reason, None, told, pieces[0].prompt_logprobs)
+def _put(pieces: _Pieces, index: int, piece: Piece) -> None:
+    pieces.put_nowait((index, piece))
 
 
-async def _merged(choices: list[Choice]) -> AsyncIterator[tuple[Choice, Piece]]:
-    """Pieces of all choices as they come, until all have ended or one has failed."""
-    waiting = {asyncio.ensure_future(choice.pieces.get()): choice for choice in choices}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for future in sorted(done, key=lambda f: waiting[f].index):
-                choice, piece = waiting.pop(future), future.result()
-                if piece.finish_reason is None and piece.error is None:
-                    waiting[asyncio.ensure_future(choice.pieces.get())] = choice
-                yield choice, piece
-    finally:
-        for future in waiting:
-            future.cancel()
+def _ready(pieces: _Pieces) -> Iterator[tuple[int, Piece]]:
+    """Those that are there already."""
+    while not pieces.empty():
+        yield pieces.get_nowait()
+
+
+async def _whole(request: Request, pieces: _Pieces, count: int) -> list[Piece]:
+    """Each choice's pieces as one.
+
+    Raises:
+        Failed: one of them has.
+        ClientDisconnect: nobody waits for them.
+    """
+    parts: list[list[Piece]] = [[] for _ in range(count)]
+    left, looked = count, time.monotonic()
+    while left:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                index, piece = await pieces.get()
+            parts[index].append(piece)
+            if piece.error is not None:
+                raise Failed(_status(piece.error), piece.error)
+            left -= piece.finish_reason is not None
+        if time.monotonic() - looked > _LOOK_S:
+            looked = time.monotonic()
+            if await request.is_disconnected():
+                raise ClientDisconnect
+    return [_joined(part) for part in parts]
+
+
+def _joined(parts: list[Piece]) -> Piece:
+    told = None if parts[0].logprobs is None else [one for part in parts for one in part.logprobs or ()]
+    return Piece("".join(part.text for part in parts), parts[-1].finish_reason, None, told, parts[0].prompt_logprobs)
 
 
 def _usage(choices: list[Choice], each: int) -> dict[str, Any]:

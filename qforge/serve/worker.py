@@ -49,7 +49,7 @@ class Ticket:
     """A request on its way.
 
     Attributes:
-        deliver: called with each piece, in the worker's thread.
+        deliver: called with each piece, where `Worker` has it called.
         tokens, characters: handed out so far.
         began, first: when it came and when its first token did, of `time.monotonic`.
     """
@@ -66,11 +66,13 @@ class Worker:
     """Steps an engine, in a thread of its own, while it has requests.
 
     Args:
+        call: what has all deliveries of a step called.
         ended: called with each request that has ended and why: `stop`, `length`, `error` or `cancelled`.
     """
 
-    def __init__(self, engine: Engine, ended: Callable[[Ticket, str], None] = lambda ticket, reason: None) -> None:
-        self._engine, self._ended = engine, ended
+    def __init__(self, engine: Engine, call: Callable[[Callable[[], None]], None], ended: Callable[[Ticket, str], None]) -> None:
+        self._engine, self._call, self._ended = engine, call, ended
+        self._ready: list[tuple[Callable[[Piece], None], Piece]] = []
         self._tickets: dict[int, Ticket] = {}
         self._changed = threading.Condition()
         self._stopping = False
@@ -138,6 +140,7 @@ class Worker:
                 self._changed.wait_for(lambda: self._stopping or self._engine.busy())
                 if self._stopping:
                     self._fail(ENDING)
+                    self._deliver()
                     return
             problem = None
             try:
@@ -147,6 +150,7 @@ class Worker:
                 _log.error("a step failed: %s", problem)
             with self._changed:
                 self._hand_out(problem)
+                self._deliver()
 
     def _hand_out(self, problem: str | None) -> None:
         """What a step gave. A problem is that of the requests which the engine has dropped for it; where it has dropped none, that of all."""
@@ -165,7 +169,7 @@ class Worker:
                 self._drop(ticket, _told(e))
                 continue
             if piece.finish_reason is None:
-                ticket.deliver(piece)
+                self._ready.append((ticket.deliver, piece))
             else:
                 self._end(ticket, piece)
 
@@ -190,7 +194,18 @@ class Worker:
     def _end(self, ticket: Ticket, piece: Piece) -> None:
         self._forget(ticket)
         self._ended(ticket, piece.finish_reason or "error")
-        ticket.deliver(piece)
+        self._ready.append((ticket.deliver, piece))
+
+    def _deliver(self) -> None:
+        """Once a step, and not once a request: whom it is for is woken once."""
+        ready, self._ready = self._ready, []
+
+        def deliveries() -> None:
+            for deliver, piece in ready:
+                deliver(piece)
+
+        if ready:
+            self._call(deliveries)
 
     def _forget(self, ticket: Ticket) -> None:
         del self._tickets[ticket.sequence.id]

@@ -62,7 +62,14 @@ def test_a_model_is_called_after_its_folder_or_its_run(tmp_path: Path, monkeypat
     assert [serve_command._name(name) for name in (".", "model", "HuggingFaceTB/SmolLM2-135M", "demo")] == ["mine", "mine", "SmolLM2-135M", "demo"]
 
 
-LOADS = "import sys, time, qforge.runtime as r; r.LLM = lambda *a, **k: print('loads', flush=True) or time.sleep(60); from qforge.cli.main import main; main(sys.argv[1:])"
+LOADS = """
+import signal, sys, time
+import qforge.runtime
+from qforge.cli.main import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it runs in the background ignore it, which then stays so
+qforge.runtime.LLM = lambda *_, **__: print("loads", flush=True) or time.sleep(60)
+main(sys.argv[1:])
+"""
 
 
 def test_clients_are_refused_while_the_model_is_loaded_and_an_interrupt_then_resumes_nothing() -> None:

@@ -219,6 +219,14 @@ def test_a_cancelled_request_has_the_text_that_it_got(llm: LLM) -> None:
     assert engine.text(request).startswith(free.text)
 
 
+def test_without_a_limit_a_continuation_ends_where_the_context_or_the_cache_does(llm: LLM) -> None:
+    for blocks, total in ((None, 256), (4, 64)):
+        output = LLM(model("llama"), num_blocks=blocks).generate([[3, 4, 5]], SamplingParams(max_tokens=None, ignore_eos=True))[0]
+        assert (3 + len(output.token_ids), output.finish_reason) == (total, "length")
+    with pytest.raises(DataError, match="the pool has 4"):
+        LLM(model("llama"), num_blocks=4).generate([[3] * 64], SamplingParams(max_tokens=None))
+
+
 def test_a_continuation_ends_where_the_context_ends(llm: LLM) -> None:
     prompt = prompts(1, 2, seed=1)[0] * 250
     output = llm.generate([prompt], SamplingParams(max_tokens=100, ignore_eos=True))[0]
@@ -397,7 +405,7 @@ def test_cancelling_a_finished_request_leaves_its_ending(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"max_tokens": 1.5}, {"max_tokens": "x"}, {"max_tokens": None}, {"top_k": 1.5}, {"seed": 1.5}, {"stop_token_ids": ("x",)}, {"temperature": "hot"}, {"top_k": True},
+        {"max_tokens": 1.5}, {"max_tokens": "x"}, {"max_tokens": True}, {"top_k": 1.5}, {"seed": 1.5}, {"stop_token_ids": ("x",)}, {"temperature": "hot"}, {"top_k": True},
         {"stop": (5,)}, {"stop": 5}, {"stop": b"x"}, {"stop": (b"x",)}, {"stop": ("",)}, {"stop_token_ids": "12"}, {"stop_token_ids": True}, {"top_k": 1 << 70}, {"top_p": True},
     ],
 )  # fmt: skip

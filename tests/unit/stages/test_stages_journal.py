@@ -8,6 +8,7 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from qforge.calibration.store import Piece
 from qforge.errors import OutputError
 from qforge.methods import Options, find
 from qforge.scheme import parse
+from qforge.stages import journal
 from qforge.stages.journal import Journal, key
 from qforge.stages.pieces import BlockPieces
 from qforge.types import LayerResult
@@ -101,10 +103,10 @@ def test_keys_differ_in_every_part_and_in_threads() -> None:
     assert len({base, *others}) == 5
 
 
-@pytest.mark.parametrize("package", ["torch", "transformers", "qforge.stages.journal"])
-def test_keys_differ_in_the_versions_of_what_computes(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+@pytest.mark.parametrize("of", [journal, torch, journal.transformers], ids=["qforge", "torch", "transformers"])
+def test_keys_differ_in_the_versions_of_what_computes(monkeypatch: pytest.MonkeyPatch, of: ModuleType) -> None:
     base = key("stage", a=1)
-    monkeypatch.setattr(f"{package}.__version__", "0.0.0")
+    monkeypatch.setattr(of, "__version__", "0.0.0")
     assert key("stage", a=1) != base
 
 

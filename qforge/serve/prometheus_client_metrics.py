@@ -34,13 +34,14 @@ class Metrics:
     def ended(self, ticket: Ticket, reason: str) -> None:
         """A request has ended, or its client has left."""
         self._ended.labels(reason).inc()
-        self._generated.inc(ticket.tokens)
+        tokens = len(ticket.sequence.generated)
+        self._generated.inc(tokens)
         if ticket.first is not None:
             self._prompt.inc(ticket.sequence.num_prompt - ticket.sequence.cached)
             self._cached.inc(ticket.sequence.cached)
             self._first.observe(ticket.first - ticket.began)
-            if ticket.tokens > 1:
-                self._each.observe((time.monotonic() - ticket.first) / (ticket.tokens - 1))
+            if tokens > 1:
+                self._each.observe((time.monotonic() - ticket.first) / (tokens - 1))
 
     def refused(self) -> None:
         """A request was refused before anything was computed."""

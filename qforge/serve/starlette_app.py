@@ -110,7 +110,7 @@ class Server:
 
     async def _answer(self, request: Request, asked: Asked, prompts: list[Any], shape: _Shape, began: float, *, echo: bool = False) -> Response:
         params, pieces = asked.sampling(), _Pieces()
-        choices = await run_in_threadpool(self._submit, prompts, params, pieces, began, echo)
+        choices = await run_in_threadpool(self._submit, prompts, params, pieces, began, echo, not asked.stream)
         head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "object": shape.kind, "created": int(time.time()), "model": self._name}
         if asked.stream:
             events = self._events(choices, pieces, head | {"object": shape.part_kind}, shape, len(params) if asked.wants_usage else 0)
@@ -120,7 +120,7 @@ class Server:
         told = await run_in_threadpool(lambda: [shape.whole(c, piece) for c, piece in zip(choices, found, strict=True)])
         return JSONResponse(head | {"choices": told, "usage": _usage(choices, len(params))})
 
-    def _submit(self, prompts: list[Any], params: list[SamplingParams], pieces: _Pieces, began: float, echo: bool) -> list[Choice]:
+    def _submit(self, prompts: list[Any], params: list[SamplingParams], pieces: _Pieces, began: float, echo: bool, whole: bool) -> list[Choice]:
         """Tokenize and queue; all of them or none."""
         if len(prompts) * len(params) > MOST_WAITING:
             raise DataError(f"{len(prompts) * len(params):,} continuations are asked for at once, and {MOST_WAITING:,} may wait; ask for fewer")
@@ -132,7 +132,7 @@ class Server:
                 raise DataError(f"prompt {number} of {len(prompts)}: {e}" if len(prompts) > 1 else f"the prompt: {e}") from e
             read.append((None if not echo else self._llm.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) if text is None else text, ids))
         asked = [(ids, one) for _, ids in read for one in params]
-        tickets = self._worker.submit([(ids, one, functools.partial(_put, pieces, i)) for i, (ids, one) in enumerate(asked)], began)
+        tickets = self._worker.submit([(ids, one, functools.partial(_put, pieces, i)) for i, (ids, one) in enumerate(asked)], began, whole=whole)
         return [Choice(i, ticket, self._llm.tokenizer, read[i // len(params)][0]) for i, ticket in enumerate(tickets)]
 
     @contextlib.contextmanager
@@ -256,32 +256,25 @@ def _ready(pieces: _Pieces) -> Iterator[tuple[int, Piece]]:
 
 
 async def _whole(request: Request, pieces: _Pieces, count: int) -> list[Piece]:
-    """Each choice's pieces as one.
+    """The one piece of each choice.
 
     Raises:
         Failed: one of them has.
         ClientDisconnect: nobody waits for them.
     """
-    parts: list[list[Piece]] = [[] for _ in range(count)]
-    left, looked = count, time.monotonic()
-    while left:
-        with contextlib.suppress(TimeoutError):
+    found: dict[int, Piece] = {}
+    while len(found) < count:
+        try:
             async with asyncio.timeout(_LOOK_S):
                 index, piece = await pieces.get()
-            parts[index].append(piece)
-            if piece.error is not None:
-                raise Failed(_status(piece.error), piece.error)
-            left -= piece.finish_reason is not None
-        if time.monotonic() - looked > _LOOK_S:
-            looked = time.monotonic()
+        except TimeoutError:
             if await request.is_disconnected():
-                raise ClientDisconnect
-    return [_joined(part) for part in parts]
-
-
-def _joined(parts: list[Piece]) -> Piece:
-    told = None if parts[0].logprobs is None else [one for part in parts for one in part.logprobs or ()]
-    return Piece("".join(part.text for part in parts), parts[-1].finish_reason, None, told, parts[0].prompt_logprobs)
+                raise ClientDisconnect from None
+            continue
+        if piece.error is not None:
+            raise Failed(_status(piece.error), piece.error)
+        found[index] = piece
+    return [found[i] for i in range(count)]
 
 
 def _usage(choices: list[Choice], each: int) -> dict[str, Any]:

@@ -52,11 +52,13 @@ class Ticket:
         deliver: called with each piece, where `Worker` has it called.
         tokens, characters: handed out so far.
         began, first: when it came and when its first token did, of `time.monotonic`.
+        whole: whether it wants one piece, at its end.
     """
 
     sequence: Sequence
     deliver: Callable[[Piece], None]
     began: float
+    whole: bool
     first: float | None = None
     tokens: int = 0
     characters: int = 0
@@ -89,11 +91,12 @@ class Worker:
             self._changed.notify_all()
         self._thread.join()
 
-    def submit(self, requests: list[tuple[list[int], SamplingParams, Callable[[Piece], None]]], began: float) -> list[Ticket]:
+    def submit(self, requests: list[tuple[list[int], SamplingParams, Callable[[Piece], None]]], began: float, *, whole: bool) -> list[Ticket]:
         """Queue requests, (prompt, parameters, deliver) each: all of them or none. `deliver` gets a request's pieces, the last with a reason or an error.
 
         Args:
             began: when they came, of `time.monotonic`.
+            whole: whether they want one piece each, at the end.
 
         Raises:
             Overloaded: too many wait.
@@ -107,7 +110,7 @@ class Worker:
             tickets: list[Ticket] = []
             try:
                 for prompt, params, deliver in requests:
-                    tickets.append(Ticket(self._engine.add(prompt, params), deliver, began))
+                    tickets.append(Ticket(self._engine.add(prompt, params), deliver, began, whole))
             except BaseException:
                 for ticket in tickets:
                     self._engine.cancel(ticket.sequence)
@@ -161,7 +164,9 @@ class Worker:
             self._end(ticket, Piece("", error=problem or "the request was dropped"))
         for ticket in list(self._tickets.values()):
             tokens = len(ticket.sequence.tokens) - ticket.sequence.num_prompt
-            if tokens == ticket.tokens and ticket.sequence.finish_reason is None:
+            if tokens and ticket.first is None:
+                ticket.first = time.monotonic()
+            if ticket.sequence.finish_reason is None and (ticket.whole or tokens == ticket.tokens):
                 continue
             try:
                 piece = self._piece(ticket, tokens)
@@ -178,7 +183,6 @@ class Worker:
         told = sequence.logprobs[ticket.tokens :] if sequence.params.logprobs is not None else None
         of_prompt = sequence.prompt_logprobs if sequence.params.prompt_logprobs is not None and ticket.tokens == 0 else None
         piece = Piece(text[ticket.characters :], str(sequence.finish_reason) if sequence.finish_reason else None, None, told, of_prompt)
-        ticket.first = ticket.first or time.monotonic()
         ticket.tokens, ticket.characters = tokens, len(text)
         return piece
 

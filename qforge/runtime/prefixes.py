@@ -34,6 +34,8 @@ def coming(sequence: Sequence, found: int, others: Iterable[Sequence]) -> bool:
 def note(sequence: Sequence, pool: BlockPool, block_size: int) -> None:
     """Name those of a sequence's blocks that have become full of computed tokens."""
     full = min(sequence.computed // block_size, len(sequence.block_table))
+    if full == sequence.named_blocks:
+        return  # as after most steps
     names = _names(sequence, full, block_size)
     for i in range(sequence.named_blocks, full):
         pool.name(sequence.block_table[i], names[i])

@@ -39,6 +39,7 @@ def command(model: str, host: str, port: int, activations: str, kv_cache: str | 
         llm = LLM(model, activations=activations, device=device.name, tensor_parallel=device.processes, kv_cache=kv_cache, prefix_cache=True)
         served = Server(llm, called, model)
         server = server_of(served.app, served.stop)
+        listens.listen()  # who reads that it is served may ask at once
         address, number = listens.getsockname()[:2]
         click.echo(f"{called} is served on http://{f'[{address}]' if ':' in address else address}:{number}/v1", err=True)
         server.run(sockets=[listens])

@@ -44,6 +44,7 @@ class running:
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
 
     def __enter__(self) -> str:
+        self.socket.listen()
         self.thread.start()
         return f"http://127.0.0.1:{self.socket.getsockname()[1]}"
 

@@ -17,7 +17,9 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 JOINT = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # linears that vLLM multiplies as one, and its name for that
 _OUTER = (EMBEDDING, "model.norm", HEAD)
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
+_MLP = tuple(f"mlp.{part}" for part in _MLP_PARTS)
+_EXPERTS = {"qwen3_moe": ("mlp", _MLP_PARTS), "mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}  # the block beside whose router experts are, and an expert's gate, up and down
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _POST_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -59,6 +61,19 @@ def _block_modules(model_type: str) -> tuple[str, ...]:
     if model_type in ("qwen3", "gemma3_text"):
         modules += _QK_NORMS
     return (*modules, *_POST_NORMS) if model_type == "gemma3_text" else modules
+
+
+def router(model_type: str) -> str:
+    """What decides over experts, below a layer."""
+    return f"{_EXPERTS[model_type][0]}.gate"
+
+
+def mlps(model_type: str, experts: int | None) -> list[tuple[str, ...]]:
+    """Gate, up and down below a layer: of its one MLP, or of each of so many experts."""
+    if experts is None:
+        return [_MLP]
+    block, parts = _EXPERTS[model_type]
+    return [tuple(f"{block}.experts.{e}.{part}" for part in parts) for e in range(experts)]
 
 
 def gguf_permutes(model_type: str) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from qforge.errors import ModelError
-from qforge.types import ModelSpec, RopeSpec
+from qforge.types import ExpertsSpec, ModelSpec, RopeSpec
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
-_ONE_KIND = ("llama", "mistral")  # of layers
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral")
+_ONE_KIND = ("llama", "mistral", "qwen3_moe", "mixtral")  # of layers
 _ROPES = {
     "default": (),
     "linear": ("factor",),
@@ -57,11 +57,23 @@ def model_spec(config: PretrainedConfig) -> ModelSpec | None:
         attention_bias=True if family == "qwen2" else bias,
         output_bias=bias and family != "qwen2",
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
-        qk_norm=family in ("qwen3", "gemma3_text"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         post_norms=gemma,
         norm_offset=1.0 if gemma else 0.0,
         embedding_scale=float(config.hidden_size) ** 0.5 if gemma else 1.0,
+        experts=_experts(config),
     )
+
+
+def _experts(config: PretrainedConfig) -> ExpertsSpec | None:
+    """As transformers' decoder layers read the config: Mixtral's all have experts, Qwen 3's every so many, less those that are named."""
+    count, layers = getattr(config, "num_local_experts", None), range(config.num_hidden_layers)
+    if config.model_type == "mixtral":
+        return ExpertsSpec(config.num_local_experts, config.num_experts_per_tok, True, (True,) * len(layers))
+    if config.model_type != "qwen3_moe" or not count:
+        return None
+    mixed = tuple(i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0 for i in layers)
+    return ExpertsSpec(count, config.num_experts_per_tok, bool(config.norm_topk_prob), mixed)
 
 
 def _activation(config: PretrainedConfig) -> str:
@@ -75,9 +87,9 @@ def _has_unsayable_parts(config: PretrainedConfig) -> bool:
 
 
 def _layer_kinds(config: PretrainedConfig) -> list[str]:
-    """As transformers' code of each family reads the config: Llama's has no window whatever it says, Mistral's one in all layers, the others' layers have kinds."""
+    """As transformers' code of each family reads the config: Llama's has no window whatever it says, those that have one have it in all layers, the others' layers have kinds."""
     if config.model_type in _ONE_KIND:
-        sliding = config.model_type == "mistral" and getattr(config, "sliding_window", None) is not None
+        sliding = config.model_type != "llama" and getattr(config, "sliding_window", None) is not None
         return ["sliding_attention" if sliding else "full_attention"] * int(config.num_hidden_layers)
     return list(config.layer_types)
 

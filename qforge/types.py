@@ -30,12 +30,14 @@ class ExpertsSpec:
     """Experts of a mixture, in layers that have them.
 
     Attributes:
+        intermediate_size: of each.
         active: how many each token is sent to, those with the largest of the router's logits.
         normalized: whether the weights of these sum to 1; else they are their shares of the softmax over all experts.
         layers: per layer, whether it has experts in place of one MLP.
     """
 
     count: int
+    intermediate_size: int
     active: int
     normalized: bool
     layers: tuple[bool, ...]
@@ -53,7 +55,6 @@ class ModelSpec:
         attention_scale: multiplier of q.k (head_dim ** -0.5 unless the family says otherwise).
         norm_offset: 1.0 where the norm multiplies by (1 + weight) (Gemma), else 0.0.
         embedding_scale: multiplier of token embeddings (sqrt(hidden) for Gemma), else 1.0.
-        intermediate_size: of an MLP; experts may have another.
         experts: None: no layer has any.
         kv_scales: per layer, of its keys and its values where a checkpoint says that they are kept as FP8 E4M3; else empty.
     """

@@ -2,16 +2,23 @@
 
 The names themselves are the gguf package's (`TensorNameMap`, llama.cpp's converter); this file says which modules a family has, that llama.cpp's
 `llama` architecture wants the rows of q and k in interleaved rotary order, and that it stores Gemma's norms as 1 + weight.
+GGUF stacks the matrices of a layer's experts in one tensor `[experts, O, I]`; here, each of them has a name of its own: `blk.0.ffn_up_exps.weight#3`.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+from transformers import PretrainedConfig
 
 from qforge.errors import UnsupportedError
 
+if TYPE_CHECKING:
+    from gguf import TensorNameMap
+
 # Hugging Face model_type -> GGUF `general.architecture`
-GGUF_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
+GGUF_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "mixtral": "llama"}
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 JOINT = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # linears that vLLM multiplies as one, and its name for that
@@ -36,7 +43,7 @@ def gguf_architecture(model_type: str) -> str:
     return GGUF_ARCHITECTURES[model_type]
 
 
-def gguf_names(model_type: str, num_layers: int) -> dict[str, str]:
+def gguf_names(config: PretrainedConfig) -> dict[str, str]:
     """Hugging Face tensor name -> GGUF tensor name, for every weight and bias that a model of this family can have.
 
     Raises:
@@ -44,21 +51,40 @@ def gguf_names(model_type: str, num_layers: int) -> dict[str, str]:
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    architecture = gguf_architecture(model_type)
+    architecture = gguf_architecture(config.model_type)
     arch = next(a for a, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    lookup = get_tensor_name_map(arch, num_layers)
+    lookup = get_tensor_name_map(arch, config.num_hidden_layers)
     names = {}
-    for module in (*_OUTER, *(f"model.layers.{i}.{m}" for i in range(num_layers) for m in _block_modules(model_type))):
+    for module in (*_OUTER, *(f"model.layers.{i}.{m}" for i in range(config.num_hidden_layers) for m in _block_modules(config.model_type))):
         found = lookup.get_name(module)
         assert found is not None, module
         for suffix in (".weight", ".bias"):
             names[module + suffix] = found + suffix
+    if config.model_type in _EXPERTS:
+        for i in range(config.num_hidden_layers):
+            names |= _expert_names(config.model_type, f"model.layers.{i}.", config.num_local_experts, lookup)
     return names
 
 
+def _expert_names(model_type: str, layer: str, count: int, lookup: TensorNameMap) -> dict[str, str]:
+    block, parts = _EXPERTS[model_type]
+    stacks = {part: lookup.get_name(f"{layer}{block}.experts.{part}") for part in parts}
+    return {f"{layer}{block}.experts.{e}.{part}.weight": one_of(f"{stack}.weight", e) for e in range(count) for part, stack in stacks.items()}
+
+
+def one_of(stack: str, index: int) -> str:
+    """Our name of a matrix in a stack."""
+    return f"{stack}#{index}"
+
+
+def stack_of(name: str) -> str:
+    """GGUF's name of the tensor that a matrix is in, its own where it is in no stack."""
+    return name.partition("#")[0]
+
+
 def _block_modules(model_type: str) -> tuple[str, ...]:
-    modules: tuple[str, ...] = (*_ATTENTION, *_MLP, *_NORMS)
-    if model_type in ("qwen3", "gemma3_text"):
+    modules: tuple[str, ...] = (*_ATTENTION, *((router(model_type),) if model_type in _EXPERTS else _MLP), *_NORMS)
+    if model_type in ("qwen3", "qwen3_moe", "gemma3_text"):
         modules += _QK_NORMS
     return (*modules, *_POST_NORMS) if model_type == "gemma3_text" else modules
 
@@ -66,6 +92,11 @@ def _block_modules(model_type: str) -> tuple[str, ...]:
 def router(model_type: str) -> str:
     """What decides over experts, below a layer."""
     return f"{_EXPERTS[model_type][0]}.gate"
+
+
+def is_router(model_type: str, name: str) -> bool:
+    """Whether a tensor decides over experts."""
+    return model_type in _EXPERTS and name.endswith(f".{router(model_type)}.weight")
 
 
 def mlps(model_type: str, experts: int | None) -> list[tuple[str, ...]]:

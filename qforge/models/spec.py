@@ -69,11 +69,11 @@ def _experts(config: PretrainedConfig) -> ExpertsSpec | None:
     """As transformers' decoder layers read the config: Mixtral's all have experts, Qwen 3's every so many, less those that are named."""
     count, layers = getattr(config, "num_local_experts", None), range(config.num_hidden_layers)
     if config.model_type == "mixtral":
-        return ExpertsSpec(config.num_local_experts, config.num_experts_per_tok, True, (True,) * len(layers))
+        return ExpertsSpec(config.num_local_experts, config.intermediate_size, config.num_experts_per_tok, True, (True,) * len(layers))
     if config.model_type != "qwen3_moe" or not count:
         return None
     mixed = tuple(i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0 for i in layers)
-    return ExpertsSpec(count, config.num_experts_per_tok, bool(config.norm_topk_prob), mixed)
+    return ExpertsSpec(count, config.moe_intermediate_size, config.num_experts_per_tok, bool(config.norm_topk_prob), mixed)
 
 
 def _activation(config: PretrainedConfig) -> str:

@@ -26,6 +26,10 @@ from qforge.types import RopeSpec
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 64}, "qwen2": {}, "qwen3": {}, "gemma3_text": {"layers": 7, "sliding_window": 32, "query_pre_attn_scalar": 16}}
+FAMILIES |= {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True},
+}
 
 
 def opened(tmp_path, family="llama", dtype=torch.float32, **options):

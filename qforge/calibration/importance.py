@@ -6,7 +6,9 @@ Letters: B windows, T tokens, D hidden width, I input features.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,8 +21,9 @@ from qforge.models.blocks import BlockModel
 from qforge.progress import Progress
 
 
-def square_sums(blocks: BlockModel, windows: torch.Tensor, room: Room, progress: Progress) -> dict[str, torch.Tensor]:
-    """Sums of squared inputs over all tokens, fp32 `[I]`, of every linear and of the output head by module name; a linear that no token reaches is left out.
+def square_sums(blocks: BlockModel, windows: torch.Tensor, room: Room, progress: Progress) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Sums of squared inputs over all tokens, fp32 `[I]`, of every linear and of the output head by module name, and over how many tokens; a linear that no token reaches is
+    left out.
 
     Args:
         blocks: the model; one block of it is in memory at a time.
@@ -32,31 +35,37 @@ def square_sums(blocks: BlockModel, windows: torch.Tensor, room: Room, progress:
         NumericalError: an activation is NaN or infinite.
     """
     hidden = [room.keep(h) for h in blocks.embed(windows.split(max(1, BATCH_TOKENS // windows.shape[1])))]
-    sums: dict[str, torch.Tensor] = {}
+    found = _Sums({}, Counter())
     for index in progress.track(range(blocks.num_blocks), "importance", blocks.num_blocks):
-        with blocks.block(index) as module, fast_products(module), _added(blocks.linears(index), sums):
+        with blocks.block(index) as module, fast_products(module), _added(blocks.linears(index), found):
             for i, kept in enumerate(hidden):
                 out = blocks.run(index, module, kept.load())
                 kept.free()
                 hidden[i] = room.keep(out)
     if blocks.head_name is not None:
         for x in blocks.head_inputs(h.load() for h in hidden):
-            _add(sums, blocks.head_name, x)
-    for name, total in sums.items():
+            found.add(blocks.head_name, x)
+    for name, total in found.sums.items():
         if not total.isfinite().all():
             raise NumericalError(f"{name}: an activation is NaN or infinite")
-    return sums
+    return found.sums, dict(found.tokens)
 
 
-def _add(sums: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> None:
-    total = x.flatten(0, -2).float().square().sum(0)
-    sums[name] = sums[name] + total if name in sums else total
+class _Sums(NamedTuple):
+    sums: dict[str, torch.Tensor]
+    tokens: Counter[str]
+
+    def add(self, name: str, x: torch.Tensor) -> None:
+        rows = x.flatten(0, -2)
+        total = rows.float().square().sum(0)
+        self.sums[name] = self.sums[name] + total if name in self.sums else total
+        self.tokens[name] += len(rows)
 
 
 @contextlib.contextmanager
-def _added(linears: Mapping[str, nn.Linear], sums: dict[str, torch.Tensor]) -> Iterator[None]:
+def _added(linears: Mapping[str, nn.Linear], found: _Sums) -> Iterator[None]:
     """While open, what linears are fed is added up."""
-    hooks = [linear.register_forward_pre_hook(lambda module, args, name=name: _add(sums, name, args[0])) for name, linear in linears.items()]
+    hooks = [linear.register_forward_pre_hook(lambda module, args, name=name: found.add(name, args[0])) for name, linear in linears.items()]
     try:
         yield
     finally:

@@ -71,11 +71,12 @@ class GgufMixExporter:
             writer.add_uint32("quantize.imatrix.chunks_count", self.imatrix.sequences)
 
     def _weighed(self, model: Model) -> dict[str, str]:
-        """GGUF's name of the tensor that each module of the importance matrix multiplies with."""
+        """GGUF's name of the tensor that each module of the importance matrix multiplies with, and those of all experts."""
         assert self.imatrix is not None
         names = gguf_names(model.config)
-        tied = _tied(model)
-        return {module: names[f"{_EMBEDDING if module == HEAD and tied else module}.weight"] for module in self.imatrix.sums}
+        experts = (name.removesuffix(".weight") for name, theirs in names.items() if theirs != stack_of(theirs))
+        head = names[f"{_EMBEDDING if _tied(model) else HEAD}.weight"]
+        return {module: head if module == HEAD else names[f"{module}.weight"] for module in dict.fromkeys((*experts, *self.imatrix.sums))}
 
     def tensors(self, model: Model) -> Iterator[Tensor]:
         """All tensors of the file."""

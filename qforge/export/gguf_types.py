@@ -1,7 +1,7 @@
 """GGUF's mixes of block types by name (`q4_k_m`, ...): which type each tensor gets, and what takes its place where 256 does not divide a row.
 
 The choice is llama.cpp's (`src/llama-quant.cpp`), so that a file is as large as one that llama-quantize makes: more bits for the tensors that hurt most, `attn_v` and `ffn_down`
-of the first and last eighth of the layers and of every third between them, and Q6_K for the output head.
+of the first and last eighth of the layers and of every third between them, and Q6_K for the output head; where there are 8 experts, Q8_0 for `attn_k` and `attn_v`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from qforge.types import ModelSpec
 
 _FALLBACK = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _LAYERS_OF_70B = 80
+_EIGHT = 8  # experts, beside which attention is small
+_RAISED_BESIDE_EIGHT = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")
 _GROUPED = 4  # queries to a key: from here on `attn_v` is so small that Q2_K's gets Q4_K
 
 
@@ -67,7 +69,11 @@ def _by_part(mix: Mix, name: str, spec: ModelSpec) -> str:
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
     if match is None:
         return mix.base
-    layer, part = int(match[1]), match[2]
+    layer, part = int(match[1]), match[2].removesuffix("_exps")
+    if spec.experts is not None and spec.experts.count == _EIGHT and part in ("attn_k", "attn_v"):
+        return "Q8_0"
+    if spec.experts is not None and spec.experts.count == _EIGHT and part == "attn_output":
+        return "Q5_K" if mix.name in _RAISED_BESIDE_EIGHT else mix.base
     if part == "attn_v":
         return _values(mix, layer, spec)
     if part == "ffn_down":

@@ -1,8 +1,8 @@
 """The importance matrix, and its file as llama.cpp's own tools write and read it (`llama-imatrix`, `llama-quantize --imatrix`).
 
     general.type "imatrix"; imatrix.datasets, imatrix.chunk_count, imatrix.chunk_size
-    <tensor>.in_sum2  fp32 [1, I]     sums of squared inputs of the product with <tensor>
-    <tensor>.counts   fp32 [1, 1]     over so many tokens
+    <tensor>.in_sum2  fp32 [E, I]     sums of squared inputs of the product with <tensor>; E: 1, or experts
+    <tensor>.counts   fp32 [E, 1]     over so many tokens
 
 Source: llama.cpp's `tools/imatrix/imatrix.cpp` and `common/imatrix-loader.cpp`.
 """
@@ -20,6 +20,7 @@ from gguf import GGUFWriter
 
 from qforge.files import atomic
 from qforge.models.locate import IMATRIX
+from qforge.models.names import stack_of
 
 FILE = IMATRIX
 
@@ -30,12 +31,14 @@ class Imatrix:
 
     Attributes:
         sums: of squared inputs, fp32 `[I]`, by module name (`calibration.importance.square_sums`).
+        tokens: over so many; an expert's are those that it was sent.
         sequences: of the calibration text.
         sequence_length: tokens in each.
         dataset: the text's name.
     """
 
     sums: Mapping[str, torch.Tensor]
+    tokens: Mapping[str, int]
     sequences: int
     sequence_length: int
     dataset: str
@@ -43,7 +46,7 @@ class Imatrix:
     def of(self, module: str) -> torch.Tensor | None:
         """Mean squares of the inputs of a linear `[I]`; None where it has none."""
         total = self.sums.get(module)
-        return None if total is None else total / (self.sequences * self.sequence_length)
+        return None if total is None else total / self.tokens[module]
 
 
 def write(imatrix: Imatrix, names: Mapping[str, str], path: Path) -> None:
@@ -51,7 +54,7 @@ def write(imatrix: Imatrix, names: Mapping[str, str], path: Path) -> None:
 
     Args:
         imatrix: the sums.
-        names: module name -> GGUF's tensor name, of the matrices that the file is about.
+        names: module name -> GGUF's tensor name (`models.names.gguf_names`), of the matrices that the file is about; of those that the sums lack, experts have sums of 0.
         path: of the file.
 
     Raises:
@@ -62,10 +65,14 @@ def write(imatrix: Imatrix, names: Mapping[str, str], path: Path) -> None:
         writer.add_array("imatrix.datasets", [imatrix.dataset])
         writer.add_uint32("imatrix.chunk_count", imatrix.sequences)
         writer.add_uint32("imatrix.chunk_size", imatrix.sequence_length)
-        count = np.full((1, 1), imatrix.sequences * imatrix.sequence_length, dtype=np.float32)
+        stacks: dict[str, list[str]] = {}
         for module, tensor in names.items():
-            writer.add_tensor(f"{tensor}.in_sum2", imatrix.sums[module][None].numpy())
-            writer.add_tensor(f"{tensor}.counts", count)
+            stacks.setdefault(stack_of(tensor), []).append(module)
+        for tensor, modules in stacks.items():
+            known = next((s for m in modules if (s := imatrix.sums.get(m)) is not None), None)
+            if known is not None:
+                writer.add_tensor(f"{tensor}.in_sum2", torch.stack([imatrix.sums.get(m, torch.zeros_like(known)) for m in modules]).numpy())
+                writer.add_tensor(f"{tensor}.counts", np.array([[imatrix.tokens.get(m, 0)] for m in modules], dtype=np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -50,7 +50,8 @@ def measured(artifact: Model, artifact_sha256: str, calibration: CalibrationSet,
     name = key("importance", artifact=artifact_sha256, calibration=calibration.sha256)
     found = journal.load(name)
     if found is None:
-        found = square_sums(BlockModel(artifact), calibration.ids, Room(journal.folder), progress), None
+        found = square_sums(BlockModel(artifact), calibration.ids, Room(journal.folder), progress)
         journal.save(name, *found)
     sequences, length = calibration.ids.shape
-    return Imatrix(found[0], int(sequences), int(length), dataset)
+    sums, tokens = found
+    return Imatrix(sums, tokens, int(sequences), int(length), dataset)

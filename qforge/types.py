@@ -62,6 +62,7 @@ class ModelSpec:
     attention_scale: float
     attention_bias: bool = False
     output_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
     norm_offset: float = 0.0

@@ -91,7 +91,8 @@ class GgufExporter:
             reason = self._scheme_problem(scheme, *weight_shape(model, name))
             if reason:
                 return f"{name}: {reason}"
-        if (unnamed := next((name for name, _ in stored_tensors(model) if name not in gguf_names(family, model.spec.num_layers)), None)) is not None:
+        names = gguf_names(family, model.spec.num_layers)
+        if (unnamed := next((name for name, _ in stored_tensors(model) if name not in names), None)) is not None:
             return f"llama.cpp's {GGUF_ARCHITECTURES[family]} has no tensor for {unnamed}"
         return metadata_problem(model.spec) or vocabulary_problem(model.tokenizer(), model.config.vocab_size)
 

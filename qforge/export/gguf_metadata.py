@@ -16,7 +16,7 @@ _GEMMA3_27B_LAYERS = 62
 _SMOLLM3_INTERVAL = 4  # of layers without rotary embedding
 _GELU = ("gemma", "gemma3_text")
 _WITHOUT_BIAS = ("qwen3", "gemma3_text", "gemma", "smollm3")
-_LLAMA3_ROPE = ("llama", "mistral")  # the others have no tensor rope_freqs
+_LLAMA3_ROPE = ("llama", "mistral", "granite")  # the others have no tensor rope_freqs
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
@@ -30,8 +30,8 @@ def _family_problem(spec: ModelSpec) -> str | None:
     activation = "gelu_pytorch_tanh" if spec.family in _GELU else "silu"
     if spec.hidden_act != activation:
         return f"llama.cpp's {spec.family} has the activation {activation}, and this model's hidden_act is {spec.hidden_act}"
-    if spec.family in _WITHOUT_BIAS and (spec.attention_bias or spec.output_bias):
-        return f"llama.cpp's {spec.family} has no biases in its attention, and this model has them (attention_bias)"
+    if spec.family in _WITHOUT_BIAS and (spec.attention_bias or spec.output_bias or spec.mlp_bias):
+        return f"llama.cpp's {spec.family} has no biases, and this model has them (attention_bias or mlp_bias)"
     return None
 
 

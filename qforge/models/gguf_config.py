@@ -6,6 +6,7 @@ import math
 import re
 import reprlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def gguf_config(header: GgufHeader) -> PretrainedConfig:
     family = FAMILIES[architecture]
     values = _sizes(header, get, family)
     values |= _gemma3(header, get, values) if family == "gemma3_text" else {"rope_parameters": _rope(header, get, values["head_dim"])}
-    values |= _granite(get, values["head_dim"]) if family == "granite" else {}
+    values |= _granite(header.path, get, values["head_dim"]) if family == "granite" else {}
     try:
         return CONFIG_MAPPING[family].from_dict({"model_type": family, "architectures": [_ARCHITECTURES[family]], **values, **_tokens(header, values["vocab_size"])})
     except Exception as e:  # transformers' validators raise many kinds
@@ -178,12 +179,14 @@ def _divisor(frequency: float, p: Mapping[str, Any]) -> float:
     return float(1.0 / ((1 - smooth) / factor + smooth))
 
 
-def _granite(get: _Keys, head_dim: int) -> dict[str, Any]:
+def _granite(path: Path, get: _Keys, head_dim: int) -> dict[str, Any]:
     """Granite's multipliers; where one is missing or 0, llama.cpp multiplies by nothing, and scores by what is usual."""
 
     def scale(key: str, default: float) -> float:
         return float(get.number(key, default, float)) if get.optional(key, 0) else default
 
+    if get.optional("rope.scaling.finetuned", True) is False:
+        raise ModelError(f"{path}: its metadata say that it has no rotary embedding (granite.rope.scaling.finetuned); this is not available")
     return {
         "attention_multiplier": scale("attention.scale", head_dim**-0.5), "embedding_multiplier": scale("embedding_scale", 1.0),
         "residual_multiplier": scale("residual_scale", 1.0), "logits_scaling": get.required("logit_scale", float),

@@ -59,6 +59,7 @@ def model_spec(config: PretrainedConfig) -> ModelSpec | None:
         layer_ropes=tuple(r for r in ropes if r is not None),
         attention_bias=True if family == "qwen2" else bias,
         output_bias=bias and family != "qwen2",
+        mlp_bias=bool(getattr(config, "mlp_bias", False)),
         **FAMILIES[family],
         **_scales(config, head_dim),
     )

@@ -31,7 +31,7 @@ def test_every_tensor_has_one_name(tmp_path: Path, family: str) -> None:
     found = names.gguf_names(family, 2)
     assert set(model.weights.names()) <= set(found)
     assert len(set(found.values())) == len(found)
-    assert names.gguf_permutes(family) == (family in ("llama", "mistral"))
+    assert names.gguf_permutes(family) == (family in ("llama", "mistral", "smollm3", "granite"))
 
 
 def test_what_is_permuted_and_offset() -> None:
@@ -42,6 +42,7 @@ def test_what_is_permuted_and_offset() -> None:
     assert names.gguf_norm_offset("gemma3_text", "model.layers.0.input_layernorm.weight") == 1.0
     assert names.gguf_norm_offset("gemma3_text", "model.norm.weight") == 1.0
     assert names.gguf_norm_offset("gemma3_text", "model.layers.0.mlp.up_proj.weight") == 0.0
+    assert names.gguf_norm_offset("gemma", "model.norm.weight") == 1.0
     assert names.gguf_norm_offset("llama", "model.norm.weight") == 0.0
 
 

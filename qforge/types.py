@@ -18,7 +18,7 @@ KvScales = Mapping[str, tuple[float, float]]  # of keys and of values, by the at
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding of one kind of layer: base, and scaling as Hugging Face's `rope_parameters` writes it (`default`, `llama3`, `linear`, `yarn`); `none`: positions are not told."""
+    """Rotary embedding of one kind of layer: base, and scaling as Hugging Face's `rope_parameters` writes it (`default`, `llama3`, `linear`, `yarn`); `none`: it has none."""
 
     theta: float
     kind: str = "default"

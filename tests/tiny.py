@@ -15,6 +15,14 @@ TEXT = [
     "When the storm came, they closed the windows, lit the lamp, and told each other stories until morning.",
 ]
 
+GRANITE: dict[str, object] = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.15,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 5.0,
+    "rms_norm_eps": 0.05,
+}  # an epsilon that counts
+
 
 def tokenizer(vocab_size: int = 384) -> PreTrainedTokenizerFast:
     """Byte-level BPE, with <|endoftext|> (0) as end, `<|im_start|>` and `<|im_end|>`."""

@@ -87,7 +87,7 @@ def _has_unsayable_parts(config: PretrainedConfig) -> bool:
 
 
 def _layer_kinds(config: PretrainedConfig) -> list[str]:
-    """As transformers' code of each family reads the config: Llama's, Gemma's and Granite's have no window whatever it says, Mistral's one in all layers, the others' layers have kinds."""
+    """As transformers' code of each family reads the config: layers of `_ONE_KIND` have no window whatever it says, but Mistral's all have one; the others' layers have kinds."""
     if config.model_type in _ONE_KIND:
         sliding = config.model_type == "mistral" and getattr(config, "sliding_window", None) is not None
         return ["sliding_attention" if sliding else "full_attention"] * int(config.num_hidden_layers)

@@ -38,7 +38,8 @@ def read(model: Model, place: Place | None = None) -> Weights:
 def with_plain_sums(spec: ModelSpec) -> ModelSpec:
     """The same model with residual_scale 1, so that no decoder needs to know of one: its residual stream is 1 / residual_scale times as large, from the embedding on.
 
-    Norms take that out again (x / c / sqrt(mean(x^2) / c^2 + epsilon / c^2)), and nothing else reads the stream; norms of queries, keys and branches would need an epsilon of their own.
+    Norms take that out again (x / c / sqrt(mean(x^2) / c^2 + epsilon / c^2)), and nothing else reads the stream. Norms of queries, keys and branches would need an
+    epsilon of their own.
     """
     scale = spec.residual_scale
     if scale == 1.0:

@@ -22,7 +22,6 @@ from qforge.export.verify_gguf import verify_in_llama_cpp
 from qforge.models.model import open_model
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.15, "residual_multiplier": 0.3, "logits_scaling": 5.0, "rms_norm_eps": 0.05}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 CASES = {
     "llama": ("llama", {}),
@@ -39,8 +38,8 @@ CASES = {
     "gemma": ("gemma", {"head_dim": 32}),
     "smollm3": ("smollm3", {"layers": 5}),
     "smollm3 with windows": ("smollm3", {"layers": 5, "use_sliding_window": True, "sliding_window": 64}),
-    "granite": ("granite", GRANITE),
-    "granite with biases": ("granite", GRANITE | {"hidden": 256, "heads": 4, "tied": False, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    "granite": ("granite", tiny.GRANITE),
+    "granite with biases": ("granite", tiny.GRANITE | {"hidden": 256, "heads": 4, "tied": False, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
 }
 GELU = ("gemma", "gemma3_text")  # ggml's is a table in fp16
 pytestmark = pytest.mark.slow

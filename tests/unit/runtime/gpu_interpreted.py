@@ -17,6 +17,7 @@ import torch
 from replayed import replaying
 from runtime_models import model, prompts, quantized
 from shared_models import Exchange, together
+from tiny import GRANITE
 from tolerances import GPU_LOGITS
 
 from qforge.errors import ModelError
@@ -42,7 +43,7 @@ runtime_models.FAMILIES |= {
     "small qwen3": ("qwen3", {"layers": 1}),
     "small gemma3": ("gemma3_text", {"layers": 2, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}),
     "small smollm3": ("smollm3", {"layers": 2, "no_rope_layers": [1, 0]}),
-    "small granite": ("granite", {"layers": 2, **runtime_models.GRANITE}),
+    "small granite": ("granite", {"layers": 2, **GRANITE}),
     "small qwen2": ("qwen2", {"layers": 1, "tied": False}),
 }
 

@@ -17,7 +17,6 @@ from qforge.models.model import Model, open_model
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import parse
 
-GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.15, "residual_multiplier": 0.3, "logits_scaling": 5.0, "rms_norm_eps": 0.05}  # an epsilon that counts
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {}),
     "llama-untied-rope3": (
@@ -40,7 +39,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "gemma": ("gemma", {"head_dim": 32, "attention_bias": True}),
     "smollm3": ("smollm3", {"layers": 4}),
     "smollm3-windows": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 20, "attention_bias": True, "mlp_bias": True}),
-    "granite": ("granite", GRANITE | {"attention_bias": True, "mlp_bias": True}),
+    "granite": ("granite", tiny.GRANITE | {"attention_bias": True, "mlp_bias": True}),
 }  # fmt: skip
 
 

@@ -158,6 +158,12 @@ def test_metadata(tmp_path):
     assert not any(str(tmp_path) in str(v) for v in found.values())
 
 
+@pytest.mark.parametrize(("options", "context"), [({}, 256), ({"use_sliding_window": True, "sliding_window": 40}, 40)])
+def test_a_context_ends_where_a_window_would_begin_to_slide(tmp_path, options, context):
+    (path,) = GgufExporter("f32").write(opened(tmp_path, "smollm3", **options), tmp_path / "out")
+    assert fields(path)["smollm3.context_length"] == context
+
+
 def test_a_second_end_token_is_the_end_of_a_turn(tmp_path):
     model = quantized(opened(tmp_path))
     (plain,) = GgufExporter().write(model, tmp_path / "plain")

@@ -23,6 +23,7 @@ _ROPES = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
 }
+_GRANITE_SCALES = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")  # above 0
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
@@ -82,8 +83,8 @@ def _activation(config: PretrainedConfig) -> str:
 
 def _has_unsayable_parts(config: PretrainedConfig) -> bool:
     soft_capped = getattr(config, "final_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None)
-    scaled = config.model_type == "granite" and not all(math.isfinite(s) and s > 0 for s in (config.residual_multiplier, config.logits_scaling))
-    return bool(_activation(config) not in _ACTIVATIONS or soft_capped or scaled or getattr(config, "use_bidirectional_attention", False))
+    scaled = all(math.isfinite(s) and s > 0 for s in (getattr(config, name) for name in _GRANITE_SCALES)) if config.model_type == "granite" else True
+    return bool(_activation(config) not in _ACTIVATIONS or soft_capped or not scaled or getattr(config, "use_bidirectional_attention", False))
 
 
 def _layer_kinds(config: PretrainedConfig) -> list[str]:

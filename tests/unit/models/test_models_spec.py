@@ -127,6 +127,7 @@ def test_granites_multipliers_are_nobody_elses() -> None:
         ("gemma3_text", {"use_bidirectional_attention": True}),
         ("gemma", {"use_bidirectional_attention": True}),
         ("granite", {"residual_multiplier": 0.0}),
+        ("granite", {"attention_multiplier": 0.0}),
         ("granite", {"logits_scaling": float("inf")}),
     ],
 )

@@ -29,6 +29,24 @@ NO_ROPE = RopeSpec(1.0, "none")
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """Experts of a mixture, in layers that have them.
+
+    Attributes:
+        intermediate_size: of each.
+        active: how many each token is sent to, those with the largest of the router's logits.
+        normalized: whether the weights of these sum to 1; else they are their shares of the softmax over all experts.
+        layers: per layer, whether it has experts in place of one MLP.
+    """
+
+    count: int
+    intermediate_size: int
+    active: int
+    normalized: bool
+    layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder-only model as data: everything that the runtime's one decoder must know of a family.
 
@@ -42,6 +60,7 @@ class ModelSpec:
         embedding_scale: multiplier of token embeddings (sqrt(hidden) for Gemma), else 1.0.
         residual_scale: multiplier, above 0, of what a layer adds to the residual stream (Granite), else 1.0.
         logits_scale: multiplier of logits (Granite), else 1.0.
+        experts: None: no layer has any.
         kv_scales: per layer, of its keys and its values where a checkpoint says that they are kept as FP8 E4M3; else empty.
     """
 
@@ -69,6 +88,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    experts: ExpertsSpec | None = None
     kv_scales: tuple[tuple[float, float], ...] = ()
 
 

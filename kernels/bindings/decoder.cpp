@@ -5,6 +5,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "qforge/decoder.h"
@@ -46,15 +47,18 @@ void bind_decoder(nb::module_ &m) {
             nb::arg("columns"), nb::arg("inputs"), nb::arg("elsewhere"));
     nb::class_<Layer>(m, "Layer").def(
         "__init__",
-        [](Layer *self, const std::vector<uintptr_t> &norms, Product qkv, Product output, Product gate_up, Product down, const Cache &cache, int64_t heads, int64_t window,
-           int64_t rope, float scale) {
+        [](Layer *self, const std::vector<uintptr_t> &norms, Product qkv, Product output, Product router, std::vector<std::pair<Product, Product>> mlps, const Cache &cache,
+           int64_t heads, int64_t window, int64_t rope, float scale) {
             if (norms.size() != 6) throw std::invalid_argument("a layer has six norms, any of them 0");
+            int64_t experts = 0;
+            for (const Part &part : router) experts += part.weight.columns;
+            if (static_cast<int64_t>(mlps.size()) != std::max<int64_t>(experts, 1)) throw std::invalid_argument("a layer has one MLP, or one for each output of its router");
             const auto norm = [&](size_t i) { return pointer<const float>(norms[i]); };
-            new (self) Layer{norm(0), norm(1), norm(2), norm(3), norm(4), norm(5), std::move(qkv), std::move(output), std::move(gate_up), std::move(down), cache, heads, window,
-                             rope, scale};
+            std::vector<Mlp> all;
+            for (auto &[gate_up, down] : mlps) all.push_back({std::move(gate_up), std::move(down)});
+            new (self) Layer{norm(0), norm(1), norm(2), norm(3), norm(4), norm(5), std::move(qkv), std::move(output), std::move(router), std::move(all), cache, heads, window, rope, scale};
         },
-        nb::arg("norms"), nb::arg("qkv"), nb::arg("output"), nb::arg("gate_up"), nb::arg("down"), nb::arg("cache"), nb::arg("heads"), nb::arg("window"), nb::arg("rope"),
-        nb::arg("scale"));
+        nb::arg("norms"), nb::arg("qkv"), nb::arg("output"), nb::arg("router"), nb::arg("mlps"), nb::arg("cache"), nb::arg("heads"), nb::arg("window"), nb::arg("rope"), nb::arg("scale"));
     nb::class_<Embedding>(m, "Embedding")
         .def(
             "__init__",
@@ -67,12 +71,14 @@ void bind_decoder(nb::module_ &m) {
     nb::class_<Decoder>(m, "Decoder")
         .def(
             "__init__",
-            [](Decoder *self, Context &context, int64_t width, int64_t intermediate, int64_t vocabulary, float norm_eps, Activation activation, const Embedding &embedding,
-               uintptr_t norm, std::vector<Layer> layers, Product head, double far_ns) {
-                new (self) Decoder(context, {width, intermediate, vocabulary, norm_eps, activation}, embedding, pointer<const float>(norm), std::move(layers), std::move(head), far_ns);
+            [](Decoder *self, Context &context, int64_t width, int64_t vocabulary, float norm_eps, Activation activation, int64_t active_experts, bool normalized_experts,
+               const Embedding &embedding, uintptr_t norm, std::vector<Layer> layers, Product head, double far_ns) {
+                for (const Layer &layer : layers)
+                    if (!layer.router.empty() && (active_experts < 1 || active_experts > static_cast<int64_t>(layer.mlps.size()))) throw std::invalid_argument("a token has at least one expert, and no more than there are");
+                new (self) Decoder(context, {width, vocabulary, norm_eps, activation, active_experts, normalized_experts}, embedding, pointer<const float>(norm), std::move(layers), std::move(head), far_ns);
             },
-            nb::arg("context"), nb::arg("width"), nb::arg("intermediate"), nb::arg("vocabulary"), nb::arg("norm_eps"), nb::arg("activation"), nb::arg("embedding"),
-            nb::arg("norm"), nb::arg("layers"), nb::arg("head"), nb::arg("far_ns"), nb::keep_alive<1, 2>())
+            nb::arg("context"), nb::arg("width"), nb::arg("vocabulary"), nb::arg("norm_eps"), nb::arg("activation"), nb::arg("active_experts"), nb::arg("normalized_experts"),
+            nb::arg("embedding"), nb::arg("norm"), nb::arg("layers"), nb::arg("head"), nb::arg("far_ns"), nb::keep_alive<1, 2>())
         .def_prop_ro("steps_apart", &Decoder::steps_apart)
         .def(
             "set_ropes",

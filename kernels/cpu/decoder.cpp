@@ -93,15 +93,12 @@ Decoder::~Decoder() = default;
 
 Decoder::Decoder(Context &context, const DecoderShape &shape, const Embedding &embedding, const float *norm, std::vector<Layer> layers, Product head, double far_ns)
     : context_(context), shape_(shape), embedding_(embedding), norm_(norm), layers_(std::move(layers)), head_(std::move(head)), far_ns_(far_ns) {
-    widest_ = 2 * shape.intermediate;
-    for (const Layer &layer : layers_) widest_ = std::max(widest_, columns(layer.qkv));
     candidates_.resize(static_cast<size_t>(context.threads()));
     bool all_here = context.threads() > 1;
     const auto look = [&](const Product &product) {
         for (const Part &part : product) all_here = all_here && !part.elsewhere;
     };
-    for (const Layer &layer : layers_)
-        for (const Product *p : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) look(*p);
+    for (const Layer &layer : layers_) layer.each_product(look);
     look(head_);
     if (all_here)
         for (int t = 0; t < context.threads(); ++t) alone_.push_back(std::make_unique<Alone>(*this));
@@ -114,18 +111,26 @@ void Decoder::set_ropes(std::vector<RopeTables> ropes) {
 
 void Decoder::reserve(int64_t rows) {
     if (rows <= reserved_) return;
-    int64_t narrow = std::max(shape_.intermediate, shape_.width), gathered = 0;
+    int64_t wide = 0, narrow = shape_.width, gathered = 0;
+    bool experts = false;
     const auto measure = [&](const Product &product) {
         for (const Part &part : product)
             if (part.gather) gathered = std::max(gathered, part.weight.inputs());
     };
     for (const Layer &layer : layers_) {
+        layer.each_product(measure);
+        wide = std::max({wide, columns(layer.qkv), columns(layer.router)});
         narrow = std::max(narrow, layer.heads * layer.cache.head_dim);
-        for (const Product *p : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) measure(*p);
+        for (const Mlp &mlp : layer.mlps) wide = std::max(wide, columns(mlp.gate_up)), narrow = std::max(narrow, columns(mlp.gate_up) / 2);
+        experts = experts || !layer.router.empty();
     }
     measure(head_);
     for (Scratch *room : {&x_, &next_, &branch_}) *room = take_floats(rows * shape_.width);
-    wide_ = take_floats(rows * widest_);
+    if (experts) {
+        for (Scratch *room : {&sent_, &answers_}) *room = take_floats(rows * shape_.width);
+        routes_.reserve(rows, shape_.active_experts);
+    }
+    wide_ = take_floats(rows * wide);
     narrow_ = take_floats(rows * narrow);
     gathered_ = take_floats(rows * std::max<int64_t>(gathered, 1));
     reserved_ = rows;
@@ -176,12 +181,39 @@ void Decoder::product(const Product &product, const float *x, int64_t rows, floa
     }
 }
 
-// branch = down(activation(gate) * up) of what `before` makes of the residual stream
-void Decoder::mlp(const Layer &layer, int64_t rows, const Context::Rows &before) {
-    const Weight *gate_up = plain(layer.gate_up), *down = plain(layer.down);
-    if (gate_up && down && context_.gates(*gate_up, *down, rows)) return context_.linear_gated(*gate_up, *down, next_.get(), rows, gate_up->inputs(), branch_.get(), down->columns, shape_.activation, before);
-    product(layer.gate_up, next_.get(), rows, wide_.get(), before);
-    product(layer.down, narrow_.get(), rows, branch_.get(), context_.rows_of(GateRows{wide_.get(), narrow_.get(), shape_.intermediate, shape_.activation}));
+// y = down(activation(gate) * up) of x, which `before`, if any, computes
+void Decoder::mlp(const Mlp &mlp, const float *x, int64_t rows, float *y, const Context::Rows &before) {
+    const Weight *gate_up = plain(mlp.gate_up), *down = plain(mlp.down);
+    if (gate_up && down && context_.gates(*gate_up, *down, rows)) return context_.linear_gated(*gate_up, *down, x, rows, gate_up->inputs(), y, down->columns, shape_.activation, before);
+    product(mlp.gate_up, x, rows, wide_.get(), before);
+    product(mlp.down, narrow_.get(), rows, y, context_.rows_of(GateRows{wide_.get(), narrow_.get(), columns(mlp.gate_up) / 2, shape_.activation}));
+}
+
+// branch = the weighted sum of what each row's experts make of it, added in the order of experts, so that a row's bits do not depend on the others
+void Decoder::mixture(const Layer &layer, int64_t rows, const Context::Rows &before) {
+    const int64_t width = shape_.width, experts = columns(layer.router), least = worth_handing_over(width);
+    product(layer.router, next_.get(), rows, wide_.get(), before);
+    context_.rows(rows, worth_handing_over(experts * shape_.active_experts), [&](int64_t first, int64_t end) {
+        for (int64_t r = first; r < end; ++r) routes_.route(wide_.get() + r * experts, r, experts, shape_.active_experts, shape_.normalized_experts);
+        std::fill(branch_.get() + first * width, branch_.get() + end * width, 0.0f);
+    });
+    routes_.sort(rows, experts, shape_.active_experts);
+    for (int64_t e = 0; e < experts; ++e) {
+        const Routes::Sent *sent = routes_.begin_of(e);
+        const int64_t count = routes_.end_of(e) - sent;
+        if (count == 0) continue;
+        const auto take = [&](int64_t first, int64_t end) {
+            for (int64_t i = first; i < end; ++i) std::copy_n(next_.get() + sent[i].row * width, width, sent_.get() + i * width);
+        };
+        mlp(layer.mlps[static_cast<size_t>(e)], sent_.get(), count, answers_.get(), take);
+        context_.rows(count, least, [&](int64_t first, int64_t end) {
+            for (int64_t i = first; i < end; ++i) {
+                const float *answer = answers_.get() + i * width;
+                float *sum = branch_.get() + sent[i].row * width;
+                for (int64_t j = 0; j < width; ++j) sum[j] += sent[i].weight * answer[j];
+            }
+        });
+    }
 }
 
 Attention Decoder::attention_of(const Layer &layer, const Step &step) const {
@@ -205,7 +237,7 @@ int64_t Decoder::keep(const Step &step, int64_t attended) {
 void Decoder::bring(const Layer &layer, const Layer &next, const Step &step) {
     if (step.rows <= kFewRows) return;
     int64_t products = 0;
-    for (const Product *p : {&layer.output, &layer.gate_up, &layer.down, &next.qkv}) products += step.rows * multiplications(*p);
+    for (const Product *p : {&layer.output, &layer.mlps[0].gate_up, &layer.mlps[0].down, &next.qkv}) products += step.rows * multiplications(*p);  // of experts, the first computes no more
     if (products) context_.bring(attention_of(next, step), step.query_starts, step.sequences, products);
 }
 
@@ -289,7 +321,9 @@ void Decoder::together(const Step &step, float *logits) {
         else rows = keep(step, layer.heads * layer.cache.head_dim);
         if (rounded) context_.linear_rounded(*rounded, rows, branch_.get(), rounded->columns);
         else product(layer.output, narrow_.get(), rows, branch_.get());
-        mlp(layer, rows, residual(layer.post_attention_norm, layer.mlp_norm));
+        const auto mlp_input = residual(layer.post_attention_norm, layer.mlp_norm);
+        if (layer.router.empty()) mlp(layer.mlps[0], next_.get(), rows, branch_.get(), mlp_input);
+        else mixture(layer, rows, mlp_input);
         before = residual(layer.post_mlp_norm, next ? next->input_norm : norm_);
     }
     product(head_, next_.get(), rows, logits, before);

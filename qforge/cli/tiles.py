@@ -37,7 +37,7 @@ def tune_tiles(model: str, json_path: str | None) -> None:
     from qforge.ops.triton.tune import gpu_timer, products_of, tune
 
     opened = open_model(model)
-    products = products_of(opened.spec, opened.schemes) if opened.spec is not None else []
+    products = products_of(opened.spec, opened.schemes) if opened.spec is not None and opened.spec.experts is None else []
     if not products:
         raise UnsupportedError(f"'{model}' has no layers for the GPU's kernels (4-bit weights, or 8-bit weights and activations): there is nothing to tune")
     name = torch.cuda.get_device_name()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -26,7 +26,7 @@ from qforge.layouts.gguf_blocks import BLOCK, GgufBlocks
 from qforge.layouts.gguf_integers import INTEGER_TYPES, layout_of, lossless_type
 from qforge.models.assets import end_ids
 from qforge.models.model import Model
-from qforge.models.names import GGUF_ARCHITECTURES, HEAD, gguf_names, gguf_norm_offset, gguf_permutes, permute_rows, permuted_heads
+from qforge.models.names import GGUF_ARCHITECTURES, HEAD, gguf_names, gguf_norm_offset, gguf_permutes, is_router, permute_rows, permuted_heads, stack_of
 from qforge.models.tying import shared_table
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme
@@ -91,10 +91,10 @@ class GgufExporter:
             reason = self._scheme_problem(scheme, *weight_shape(model, name))
             if reason:
                 return f"{name}: {reason}"
-        names = gguf_names(family, model.spec.num_layers)
+        names = gguf_names(model.config)
         if (unnamed := next((name for name, _ in stored_tensors(model) if name not in names), None)) is not None:
             return f"llama.cpp's {GGUF_ARCHITECTURES[family]} has no tensor for {unnamed}"
-        return metadata_problem(model.spec) or vocabulary_problem(model.tokenizer(), model.config.vocab_size)
+        return metadata_problem(model.spec) or _stack_problem(self.tensors(model)) or vocabulary_problem(model.tokenizer(), model.config.vocab_size)
 
     def _scheme_problem(self, scheme: Scheme, out_features: int, in_features: int) -> str | None:
         if self.type in _FLOATS:
@@ -126,7 +126,7 @@ class GgufExporter:
         return [path]
 
     def _add_schemes(self, writer: GGUFWriter, model: Model) -> None:
-        names = gguf_names(model.config.model_type, model.config.num_hidden_layers)
+        names = gguf_names(model.config)
         modules = {} if self.type in _FLOATS else {names[name]: module for name, module in stored_tensors(model) if module is not None}
         stored = {name: (self._kind(model, module), model.schemes[module]) for name, module in modules.items()}
         told = gguf_schemes.to_metadata(stored, lambda name: layout_of(stored[name][0]).pack(permuted(model, modules[name])).get("zeros_above"))
@@ -150,7 +150,7 @@ class GgufExporter:
     def tensors(self, model: Model) -> Iterator[Tensor]:
         """All tensors of the file in the order of the model's weights, a tied head left out."""
         assert model.spec is not None
-        names = gguf_names(model.config.model_type, model.config.num_hidden_layers)
+        names = gguf_names(model.config)
         factors = rope_factors(model.spec)
         if factors is not None:
             yield Tensor("rope_freqs.weight", GGMLQuantizationType.F32, factors.shape, lambda: factors)
@@ -166,9 +166,9 @@ class GgufExporter:
         return Tensor(name, GGMLQuantizationType[kind], shape, lambda: layout_of(kind).pack(permuted(model, module))["weight"].numpy())
 
     def _plain(self, model: Model, name: str, gguf_name: str) -> Tensor:
-        """An unquantized tensor: vectors in fp32, as llama.cpp wants them; matrices as they are stored, or in the float type that was asked for."""
+        """An unquantized tensor: vectors and routers in fp32, as llama.cpp wants them; other matrices as they are stored, or in the float type that was asked for."""
         info = model.weights.info(name)
-        dtype = torch.float32 if len(info.shape) < 2 else _FLOATS.get(self.type, info.dtype)
+        dtype = torch.float32 if len(info.shape) < 2 or is_router(model.config.model_type, name) else _FLOATS.get(self.type, info.dtype)
         kind = GGMLQuantizationType[next(k for k, d in _FLOATS.items() if d is dtype).upper()]
         return Tensor(gguf_name, kind, info.shape, lambda: _bytes(plain(model, name).to(dtype)))
 
@@ -208,7 +208,32 @@ def write_file(path: Path, model: Model, tensors: list[Tensor], file_type: int, 
         add_metadata(writer, model.spec)
         add_vocabulary(writer, model.tokenizer(), model.config.vocab_size, end_ids(model.assets, model.config))
         add_more(writer)
-        _write_tensors(writer, tensors)
+        _write_tensors(writer, list(_stacked(tensors)))
+
+
+def _stacks(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+    """Tensors of the file, each with the matrices that it is made of, in the order of the first ones."""
+    stacks: dict[str, list[Tensor]] = {}
+    for t in tensors:
+        stacks.setdefault(stack_of(t.name), []).append(t)
+    return stacks
+
+
+def _stack_problem(tensors: Iterable[Tensor]) -> str | None:
+    for name, parts in _stacks(tensors).items():
+        if len({t.type for t in parts}) > 1:
+            kinds = sorted({t.type.name for t in parts})
+            return f"GGUF keeps the experts of a layer in one tensor ({name}) of one type, and these would have {' and '.join(kinds)}; give all of them one scheme"
+    return None
+
+
+def _stacked(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    for name, parts in _stacks(tensors).items():
+        yield parts[0] if name == parts[0].name else _stack(name, parts)
+
+
+def _stack(name: str, parts: list[Tensor]) -> Tensor:
+    return Tensor(name, parts[0].type, (len(parts), *parts[0].shape), lambda: np.stack([t.read() for t in parts]))
 
 
 def _write_tensors(writer: GGUFWriter, tensors: list[Tensor]) -> None:

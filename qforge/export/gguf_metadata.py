@@ -15,15 +15,15 @@ _GEMMA3_LOCAL_THETA = 10_000.0
 _GEMMA3_27B_LAYERS = 62
 _SMOLLM3_INTERVAL = 4  # of layers without rotary embedding
 _GELU = ("gemma", "gemma3_text")
-_WITHOUT_BIAS = ("qwen3", "gemma3_text", "gemma", "smollm3")
-_LLAMA3_ROPE = ("llama", "mistral", "granite")  # the others have no tensor rope_freqs
+_WITHOUT_BIAS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma", "smollm3")
+_LLAMA3_ROPE = ("llama", "mistral", "mixtral", "granite")  # the others have no tensor rope_freqs
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def metadata_problem(spec: ModelSpec) -> str | None:
     """What of a model llama.cpp cannot be told, or would refuse as it loads the file; None if it computes what the model means."""
     own = {"gemma3_text": _gemma3_problem, "smollm3": _smollm3_problem}.get(spec.family)
-    return _family_problem(spec) or _rope_problem(spec) or (None if own is None else own(spec))
+    return _family_problem(spec) or _rope_problem(spec) or _experts_problem(spec) or (None if own is None else own(spec))
 
 
 def _family_problem(spec: ModelSpec) -> str | None:
@@ -49,6 +49,14 @@ def _rope_problem(spec: ModelSpec) -> str | None:
             return f"llama.cpp has {default:g} for {name} of YaRN rotary scaling, whatever a file says, and this model has {values[name]:g}"
     if spec.family == "gemma3_text" and not math.isclose(_attention_factor(values), 1.0, rel_tol=1e-6):
         return "its YaRN rotary scaling has an attention factor of its own, which llama.cpp would apply in sliding layers as well"
+    return None
+
+
+def _experts_problem(spec: ModelSpec) -> str | None:
+    if spec.family == "qwen3_moe" and (spec.experts is None or not all(spec.experts.layers)):
+        return "llama.cpp's Qwen 3 MoE has experts in every layer, and this model not"
+    if spec.experts is not None and not spec.experts.normalized:
+        return "llama.cpp makes the weights of a token's experts sum to 1, and this model's do not (norm_topk_prob)"
     return None
 
 
@@ -85,6 +93,11 @@ def add_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
     writer.add_layer_norm_rms_eps(spec.norm_eps)
     writer.add_rope_dimension_count(spec.head_dim)
     _add_rope(writer, _global_rope(spec))
+    if spec.experts is not None:
+        writer.add_expert_count(spec.experts.count)
+        writer.add_expert_used_count(spec.experts.active)
+        if spec.family == "qwen3_moe":
+            writer.add_expert_feed_forward_length(spec.experts.intermediate_size)
     if spec.family == "gemma3_text":
         writer.add_sliding_window(max(spec.layer_windows))
         writer.add_rope_freq_base_swa(_GEMMA3_LOCAL_THETA)

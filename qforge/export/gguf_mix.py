@@ -19,7 +19,7 @@ from qforge.export.imatrix import Imatrix
 from qforge.layouts.gguf_superblocks import pack
 from qforge.methods import superblock
 from qforge.models.model import Model
-from qforge.models.names import HEAD, gguf_names
+from qforge.models.names import HEAD, gguf_names, is_router, stack_of
 from qforge.models.tying import shared_table
 
 _EMBEDDING = "model.embed_tokens"
@@ -73,20 +73,20 @@ class GgufMixExporter:
     def _weighed(self, model: Model) -> dict[str, str]:
         """GGUF's name of the tensor that each module of the importance matrix multiplies with."""
         assert self.imatrix is not None
-        names = gguf_names(model.config.model_type, model.config.num_hidden_layers)
+        names = gguf_names(model.config)
         tied = _tied(model)
         return {module: names[f"{_EMBEDDING if module == HEAD and tied else module}.weight"] for module in self.imatrix.sums}
 
     def tensors(self, model: Model) -> Iterator[Tensor]:
         """All tensors of the file."""
         assert model.spec is not None
-        ours = {theirs: name for name, theirs in gguf_names(model.config.model_type, model.config.num_hidden_layers).items()}
+        ours = {theirs: name for name, theirs in gguf_names(model.config).items()}
         tied = _tied(model)
         for t in GgufExporter("f32").tensors(model):
-            if len(t.shape) != 2:
+            if len(t.shape) != 2 or is_router(model.config.model_type, ours[t.name]):
                 yield t
                 continue
-            kind = tensor_type(MIXES[self.type], t.name, t.shape[1], model.spec, tied)
+            kind = tensor_type(MIXES[self.type], stack_of(t.name), t.shape[1], model.spec, tied)
             yield self._matrix(model, ours[t.name].removesuffix(".weight"), t, kind, tied)
 
     def _matrix(self, model: Model, module: str, tensor: Tensor, kind: str, tied: bool) -> Tensor:

@@ -134,7 +134,7 @@ def _on_runtime(config: PretrainedConfig, spec: ModelSpec | None, schemes: Mappi
         return found
     skeleton, stored = skeletons.build(config, trust_remote_code=trust_remote_code), set(weights.names())
     kernel = dense_kernel()
-    for name in skeleton.linears:
+    for name in dict.fromkeys((*skeleton.linears, *skeleton.routers)):
         weight = f"{name}.weight"
         if name not in schemes:
             held = weight if weight in stored else skeleton.tied.get(weight)

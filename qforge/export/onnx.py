@@ -53,6 +53,8 @@ class OnnxExporter:
         reason = supports(model.spec)
         if reason is not None or model.spec is None:
             return f"no ONNX decoder for this model: {reason}"
+        if model.spec.experts is not None:
+            return "no ONNX decoder for this model: it is a mixture of experts"
         return self._problem(model, self.chosen(model))
 
     def chosen(self, model: Model) -> str:

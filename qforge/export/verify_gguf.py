@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import gguf
 import numpy as np
@@ -21,7 +22,7 @@ from qforge.errors import MissingCapabilityError
 from qforge.export.agreement import EXACT_KL, agreement, next_token_logprobs
 from qforge.export.gguf_types import MIXES
 from qforge.models.model import Model, open_model
-from qforge.models.names import HEAD, gguf_names, gguf_norm_offset, gguf_permutes, permuted_heads, unpermute_rows
+from qforge.models.names import HEAD, gguf_names, gguf_norm_offset, gguf_permutes, one_of, permuted_heads, unpermute_rows
 from qforge.models.tying import shared_table
 from qforge.types import Verification
 
@@ -47,15 +48,15 @@ def verify_gguf(path: Path, model: Model, scorer: Scorer, prompts: Sequence[Sequ
 
 def verify_gguf_weights(path: Path, model: Model) -> Verification:
     """Every tensor of the file, dequantized by the gguf package, against the model's, rounded once where the file's type is of 16 bits: equal bit for bit?"""
-    tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
-    names, types = gguf_names(model.config.model_type, model.config.num_hidden_layers), _types(tensors.values())
+    held = gguf.GGUFReader(path).tensors
+    tensors, names, types = _matrices(held), gguf_names(model.config), _types(held)
     unequal, rounded = [], False
     of_file = path.stem.removeprefix("model-").upper()
     for name, expected in _expected(model):
         found = tensors.pop(names[name], None)
         expected = expected + gguf_norm_offset(model.config.model_type, name)
         stored = expected
-        if found is not None and found.tensor_type.name == of_file and of_file in _ROUNDED:
+        if found is not None and found.type.name == of_file and of_file in _ROUNDED:
             stored = expected.to(_ROUNDED[of_file]).float()
         if found is None or not torch.equal(_dequantized(found, name, model), stored) or (torch.isfinite(expected) & ~torch.isfinite(stored)).any():
             unequal.append(name)
@@ -67,8 +68,8 @@ def verify_gguf_weights(path: Path, model: Model) -> Verification:
 
 def requantized_weights(path: Path, model: Model, scorer: Scorer, engine: Scorer, prompts: Sequence[Sequence[int]]) -> Verification:
     """What quantizing anew did: the matrices of the file as the gguf package dequantizes them against the model's, and our runtime over the file (`engine`) against the scorer."""
-    tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
-    names = gguf_names(model.config.model_type, model.config.num_hidden_layers)
+    stored = gguf.GGUFReader(path).tensors
+    tensors, names = _matrices(stored), gguf_names(model.config)
     wrong = right = 0.0
     for name, expected in _expected(model):
         if expected.dim() == 2:
@@ -77,7 +78,7 @@ def requantized_weights(path: Path, model: Model, scorer: Scorer, engine: Scorer
     kl, same_first, _ = agreement(next_token_logprobs(scorer, prompts), next_token_logprobs(engine, prompts))
     moved = f"a KL divergence of {kl:.3g} in our runtime, the same first token at {same_first:.1%} of {len(prompts)} positions"
     mix, off = path.stem.removeprefix("model-"), (wrong / max(right, 1e-30)) ** 0.5
-    note = f"requantized to {mix}, not the model's own integers: weights off by {off:.2%}, {moved}; {_types(tensors.values())}"
+    note = f"requantized to {mix}, not the model's own integers: weights off by {off:.2%}, {moved}; {_types(stored)}"
     return Verification("gguf package", version("gguf"), note=note)
 
 
@@ -97,8 +98,25 @@ def _expected(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, numerics.dequantize(model.linear(module)) if quantized else model.weights.read(name).float()
 
 
-def _dequantized(tensor: gguf.ReaderTensor, name: str, model: Model) -> torch.Tensor:
-    values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+class _Matrix(NamedTuple):
+    """A tensor, or one of those that it is a stack of."""
+
+    data: np.ndarray
+    type: gguf.GGMLQuantizationType
+
+
+def _matrices(tensors: Iterable[gguf.ReaderTensor]) -> dict[str, _Matrix]:
+    found: dict[str, _Matrix] = {}
+    for t in tensors:
+        if len(t.shape) == 3:
+            found |= {one_of(t.name, i): _Matrix(part, t.tensor_type) for i, part in enumerate(t.data)}
+        else:
+            found[t.name] = _Matrix(t.data, t.tensor_type)
+    return found
+
+
+def _dequantized(matrix: _Matrix, name: str, model: Model) -> torch.Tensor:
+    values = torch.from_numpy(gguf.quants.dequantize(matrix.data, matrix.type).astype(np.float32))
     heads = permuted_heads(name, model.config.num_attention_heads, model.config.num_key_value_heads)
     return unpermute_rows(values, heads) if heads is not None and gguf_permutes(model.config.model_type) else values
 

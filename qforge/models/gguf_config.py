@@ -16,11 +16,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from qforge.errors import ModelError, last_line
 from qforge.models.gguf_header import GgufHeader
 
-FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "gemma": "gemma", "smollm3": "smollm3", "granite": "granite"}
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gemma": "GemmaForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM", "granite": "GraniteForCausalLM",
-}  # fmt: skip
+FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}
+FAMILIES |= {"gemma": "gemma", "smollm3": "smollm3", "granite": "granite"}
+_MIXTURES = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # the families of architectures that may have experts
+_MOST_EXPERTS = 4096
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
+_ARCHITECTURES |= {"qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM"}
+_ARCHITECTURES |= {"gemma": "GemmaForCausalLM", "smollm3": "SmolLM3ForCausalLM", "granite": "GraniteForCausalLM"}
 _MLP_BIAS = ("llama", "granite")
 _GEMMA3_PERIOD = 6  # every sixth layer attends to everything (Gemma 3 report, section 2)
 _GEMMA3_27B_LAYERS = 62  # the one size that scales queries by hidden / heads instead of the head's width
@@ -38,10 +40,11 @@ def gguf_config(header: GgufHeader) -> PretrainedConfig:
     if (parts := header.metadata.get("split.count", 1)) not in (0, 1):
         raise ModelError(f"{header.path} is one of {parts} parts; join them first: llama-gguf-split --merge")
     get = _Keys(header)
-    if get.optional("expert_count", 0):
-        raise ModelError(f"{header.path} is a mixture of experts; these are not available yet")
-    family = FAMILIES[architecture]
-    values = _sizes(header, get, family)
+    experts = get.number("expert_count", None, int) if get.optional("expert_count", 0) else 0
+    if experts and (architecture not in _MIXTURES or experts > _MOST_EXPERTS):
+        raise ModelError(f"{header.path} has {experts} experts in a layer; qforge reads up to {_MOST_EXPERTS} of {' and '.join(_MIXTURES)} models")
+    family = _MIXTURES[architecture] if experts else FAMILIES[architecture]
+    values = _sizes(header, get, family) | (_experts(get, family, experts) if experts else {})
     values |= _gemma3(header, get, values) if family == "gemma3_text" else {"rope_parameters": _rope(header, get, values["head_dim"])}
     values |= _granite(header.path, get, values["head_dim"]) if family == "granite" else {}
     try:
@@ -101,6 +104,14 @@ def _sizes(header: GgufHeader, get: _Keys, family: str) -> dict[str, Any]:
     if family in _MLP_BIAS:
         values["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
     return values
+
+
+def _experts(get: _Keys, family: str, count: int) -> dict[str, Any]:
+    """llama.cpp makes the weights of a token's experts sum to 1, whatever a file says."""
+    found = {"num_experts_per_tok": get.required("expert_used_count", int)}
+    if family == "mixtral":
+        return {**found, "num_local_experts": count}
+    return {**found, "num_experts": count, "norm_topk_prob": True, "moe_intermediate_size": get.required("expert_feed_forward_length", int)}
 
 
 def _tokens(header: GgufHeader, vocab_size: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from qforge.files import sha256_file
 from qforge.layouts import gguf_schemes
 from qforge.layouts.gguf_integers import INTEGER_TYPES, layout_of
 from qforge.models.gguf_header import GgufHeader, GgufTensor
-from qforge.models.names import EMBEDDING, HEAD, gguf_names, gguf_norm_offset, gguf_permutes, permuted_heads, unpermute_rows
+from qforge.models.names import EMBEDDING, HEAD, gguf_names, gguf_norm_offset, gguf_permutes, one_of, permuted_heads, unpermute_rows
 from qforge.models.weights import TensorInfo, digest
 from qforge.qlinear import QuantizedLinear
 
@@ -39,8 +39,8 @@ class GgufSource:
         self._family = config.model_type
         self._heads = (config.num_attention_heads, config.num_key_value_heads)
         self._fingerprint = ""
-        ours = {theirs: hf for hf, theirs in gguf_names(self._family, config.num_hidden_layers).items()}
-        self._tensors = {ours.get(name, name): t for name, t in header.tensors.items() if not name.endswith(_DERIVED)}
+        ours = {theirs: hf for hf, theirs in gguf_names(config).items()}
+        self._tensors = {ours.get(t.name, t.name): t for stored in header.tensors.values() if not stored.name.endswith(_DERIVED) for t in _apart(stored)}
         integers = {name: t for name in linears if (t := self._tensors.get(self.stored(name))) is not None and t.type.name in INTEGER_TYPES and len(t.shape) == 2}
         told = gguf_schemes.schemes(header.metadata, {t.name: (t.type.name, t.shape) for t in integers.values()})
         self.schemes = {name: told[t.name] for name, t in integers.items() if t.name in told}
@@ -96,6 +96,16 @@ class GgufSource:
         if not self._fingerprint:
             self._fingerprint = digest("gguf", sha256_file(self._header.path))
         return self._fingerprint
+
+
+def _apart(tensor: GgufTensor) -> Iterator[GgufTensor]:
+    """The matrices of a stack, each as a tensor; what is none as it is."""
+    if len(tensor.shape) != 3:
+        yield tensor
+        return
+    count, size = tensor.shape[0], tensor.nbytes // tensor.shape[0]
+    for i in range(count):
+        yield replace(tensor, name=one_of(tensor.name, i), shape=tensor.shape[1:], start=tensor.start + i * size, nbytes=size)
 
 
 def _raw(header: GgufHeader, tensor: GgufTensor) -> np.ndarray:

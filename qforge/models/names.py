@@ -2,25 +2,33 @@
 
 The names themselves are the gguf package's (`TensorNameMap`, llama.cpp's converter); this file says which modules a family has, that some of
 llama.cpp's architectures want the rows of q and k in interleaved rotary order, and that it stores Gemma's norms as 1 + weight.
+GGUF stacks the matrices of a layer's experts in one tensor `[experts, O, I]`; here, each of them has a name of its own: `blk.0.ffn_up_exps.weight#3`.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+from transformers import PretrainedConfig
 
 from qforge.errors import UnsupportedError
 
+if TYPE_CHECKING:
+    from gguf import TensorNameMap
+
 # Hugging Face model_type -> GGUF `general.architecture`
-GGUF_ARCHITECTURES = {
-    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3", "gemma": "gemma", "smollm3": "smollm3", "granite": "granite",
-}  # fmt: skip
+GGUF_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "mixtral": "llama"}
+GGUF_ARCHITECTURES |= {"gemma": "gemma", "smollm3": "smollm3", "granite": "granite"}
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 JOINT = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # linears that vLLM multiplies as one, and its name for that
 _OUTER = (EMBEDDING, "model.norm", HEAD)
 _PERMUTED, _OFFSET = ("llama", "smollm3", "granite"), ("gemma", "gemma3")  # architectures
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
+_MLP = tuple(f"mlp.{part}" for part in _MLP_PARTS)
+_EXPERTS = {"qwen3_moe": ("mlp", _MLP_PARTS), "mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}  # the block beside whose router experts are, and an expert's gate, up and down
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _POST_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -37,7 +45,7 @@ def gguf_architecture(model_type: str) -> str:
     return GGUF_ARCHITECTURES[model_type]
 
 
-def gguf_names(model_type: str, num_layers: int) -> dict[str, str]:
+def gguf_names(config: PretrainedConfig) -> dict[str, str]:
     """Hugging Face tensor name -> GGUF tensor name, for every weight and bias that a model of this family can have.
 
     Raises:
@@ -45,25 +53,62 @@ def gguf_names(model_type: str, num_layers: int) -> dict[str, str]:
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    architecture = gguf_architecture(model_type)
+    architecture = gguf_architecture(config.model_type)
     arch = next(a for a, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    lookup = get_tensor_name_map(arch, num_layers)
+    lookup = get_tensor_name_map(arch, config.num_hidden_layers)
     names = {}
-    for module in (*_OUTER, *(f"model.layers.{i}.{m}" for i in range(num_layers) for m in _block_modules(model_type))):
+    for module in (*_OUTER, *(f"model.layers.{i}.{m}" for i in range(config.num_hidden_layers) for m in _block_modules(config.model_type))):
         found = lookup.get_name(module)
         if found is None and module == HEAD:
             continue  # an architecture whose head is always the embedding
         assert found is not None, module
         for suffix in (".weight", ".bias"):
             names[module + suffix] = found + suffix
+    if config.model_type in _EXPERTS:
+        for i in range(config.num_hidden_layers):
+            names |= _expert_names(config.model_type, f"model.layers.{i}.", config.num_local_experts, lookup)
     return names
 
 
+def _expert_names(model_type: str, layer: str, count: int, lookup: TensorNameMap) -> dict[str, str]:
+    block, parts = _EXPERTS[model_type]
+    stacks = {part: lookup.get_name(f"{layer}{block}.experts.{part}") for part in parts}
+    return {f"{layer}{block}.experts.{e}.{part}.weight": one_of(f"{stack}.weight", e) for e in range(count) for part, stack in stacks.items()}
+
+
+def one_of(stack: str, index: int) -> str:
+    """Our name of a matrix in a stack."""
+    return f"{stack}#{index}"
+
+
+def stack_of(name: str) -> str:
+    """GGUF's name of the tensor that a matrix is in, its own where it is in no stack."""
+    return name.partition("#")[0]
+
+
 def _block_modules(model_type: str) -> tuple[str, ...]:
-    modules: tuple[str, ...] = (*_ATTENTION, *_MLP, *_NORMS)
-    if model_type in ("qwen3", "gemma3_text"):
+    modules: tuple[str, ...] = (*_ATTENTION, *((router(model_type),) if model_type in _EXPERTS else _MLP), *_NORMS)
+    if model_type in ("qwen3", "qwen3_moe", "gemma3_text"):
         modules += _QK_NORMS
     return (*modules, *_POST_NORMS) if model_type == "gemma3_text" else modules
+
+
+def router(model_type: str) -> str:
+    """What decides over experts, below a layer."""
+    return f"{_EXPERTS[model_type][0]}.gate"
+
+
+def is_router(model_type: str, name: str) -> bool:
+    """Whether a tensor decides over experts."""
+    return model_type in _EXPERTS and name.endswith(f".{router(model_type)}.weight")
+
+
+def mlps(model_type: str, experts: int | None) -> list[tuple[str, ...]]:
+    """Gate, up and down below a layer: of its one MLP, or of each of so many experts."""
+    if experts is None:
+        return [_MLP]
+    block, parts = _EXPERTS[model_type]
+    return [tuple(f"{block}.experts.{e}.{part}" for part in parts) for e in range(experts)]
 
 
 def gguf_permutes(model_type: str) -> bool:

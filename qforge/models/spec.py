@@ -9,14 +9,15 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from qforge.errors import ModelError
-from qforge.types import NO_ROPE, ModelSpec, RopeSpec
+from qforge.types import NO_ROPE, ExpertsSpec, ModelSpec, RopeSpec
 
 # What each family is, whatever its config says. The tests hold greedy tokens and logits of all of them against transformers.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {"qk_norm": True}, "gemma3_text": {"qk_norm": True, "post_norms": True, "norm_offset": 1.0},
-    "gemma": {"norm_offset": 1.0}, "smollm3": {}, "granite": {},
+    "qwen3_moe": {"qk_norm": True}, "mixtral": {}, "gemma": {"norm_offset": 1.0}, "smollm3": {}, "granite": {},
 }  # fmt: skip
-_ONE_KIND = ("llama", "mistral", "gemma", "granite")  # of layers
+_NO_WINDOW = ("llama", "gemma", "granite")  # whatever their config says
+_ONE_WINDOW = ("mistral", "qwen3_moe", "mixtral")  # in all layers, if any
 _ROPES = {
     "default": (),
     "linear": ("factor",),
@@ -63,6 +64,7 @@ def model_spec(config: PretrainedConfig) -> ModelSpec | None:
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
         **FAMILIES[family],
         **_scales(config, head_dim),
+        experts=_experts(config),
     )
 
 
@@ -77,6 +79,17 @@ def _scales(config: PretrainedConfig, head_dim: int) -> dict[str, Any]:
     return scales | {"embedding_scale": float(config.hidden_size) ** 0.5} if config.model_type in ("gemma", "gemma3_text") else scales
 
 
+def _experts(config: PretrainedConfig) -> ExpertsSpec | None:
+    """As transformers' decoder layers read the config: Mixtral's all have experts, Qwen 3's every so many, less those that are named."""
+    count, layers = getattr(config, "num_local_experts", None), range(config.num_hidden_layers)
+    if config.model_type == "mixtral":
+        return ExpertsSpec(config.num_local_experts, config.intermediate_size, config.num_experts_per_tok, True, (True,) * len(layers))
+    if config.model_type != "qwen3_moe" or not count:
+        return None
+    mixed = tuple(i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0 for i in layers)
+    return ExpertsSpec(count, config.moe_intermediate_size, config.num_experts_per_tok, bool(config.norm_topk_prob), mixed)
+
+
 def _activation(config: PretrainedConfig) -> str:
     return str(config.hidden_activation if config.model_type == "gemma3_text" else config.hidden_act)
 
@@ -88,11 +101,11 @@ def _has_unsayable_parts(config: PretrainedConfig) -> bool:
 
 
 def _layer_kinds(config: PretrainedConfig) -> list[str]:
-    """As transformers' code of each family reads the config: layers of `_ONE_KIND` have no window whatever it says, but Mistral's all have one; the others' layers have kinds."""
-    if config.model_type in _ONE_KIND:
-        sliding = config.model_type == "mistral" and getattr(config, "sliding_window", None) is not None
-        return ["sliding_attention" if sliding else "full_attention"] * int(config.num_hidden_layers)
-    return list(config.layer_types)
+    """As transformers' code of each family reads the config: a family has no window, or one in all layers, or kinds of layers."""
+    if config.model_type not in _NO_WINDOW + _ONE_WINDOW:
+        return list(config.layer_types)
+    sliding = config.model_type in _ONE_WINDOW and getattr(config, "sliding_window", None) is not None
+    return ["sliding_attention" if sliding else "full_attention"] * int(config.num_hidden_layers)
 
 
 def _window(config: PretrainedConfig, kind: str) -> int:

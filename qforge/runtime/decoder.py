@@ -15,7 +15,7 @@ from qforge.runtime.rope_table import RopeTable
 from qforge.runtime.sampler import sample
 from qforge.runtime.sequence import Draw
 from qforge.runtime.step import StepInput
-from qforge.runtime.weights import Layer, Weights
+from qforge.runtime.weights import Layer, Mlp, Weights
 from qforge.types import ModelSpec
 
 
@@ -74,5 +74,23 @@ class Decoder:
         ops, eps = self._ops, self.spec.norm_eps
         a = layer.output(ops.attention(layer.qkv(ops.norm(x, layer.input_norm, eps)), layer.attention, cache, table, batch))
         x = x + (a if layer.post_attention_norm is None else ops.norm(a, layer.post_attention_norm, eps))
-        m = layer.down(ops.gate(layer.gate_up(ops.norm(x, layer.mlp_norm, eps)), self.spec.hidden_act))
+        m = self._mlp(ops.norm(x, layer.mlp_norm, eps), layer)
         return x + (m if layer.post_mlp_norm is None else ops.norm(m, layer.post_mlp_norm, eps))
+
+    def _mlp(self, x: torch.Tensor, layer: Layer) -> torch.Tensor:
+        """`[T, W]`: what the layer's MLP makes of x, or the sum of what a token's experts do (Shazeer et al., arXiv 1701.06538, equation 1, without noise)."""
+        experts = self.spec.experts
+        if layer.router is None or experts is None:
+            return self._run(layer.mlps[0], x)
+        shares = layer.router(x).softmax(-1)
+        best, chosen = shares.topk(experts.active)
+        if experts.normalized:
+            best = best / best.sum(-1, keepdim=True)
+        y = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            rows, slots = torch.where(chosen == number)
+            y[rows] += best[rows, slots, None] * self._run(layer.mlps[number], x[rows])
+        return y
+
+    def _run(self, mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
+        return mlp.down(self._ops.gate(mlp.gate_up(x), self.spec.hidden_act))

@@ -85,7 +85,8 @@ class GpuDecoder:
         for layer, cache in zip(self._weights.layers, self._caches, strict=True):
             a = layer.output(self._attend(layer.qkv(_norm(more, layer.input_norm, eps, residual)), layer, cache, batch))
             a = a if layer.post_attention_norm is None else _norm(a, layer.post_attention_norm, eps)
-            m = layer.down(self._gate(layer.gate_up(_norm(a, layer.mlp_norm, eps, residual))))
+            (mlp,) = layer.mlps
+            m = mlp.down(self._gate(mlp.gate_up(_norm(a, layer.mlp_norm, eps, residual))))
             more = m if layer.post_mlp_norm is None else _norm(m, layer.post_mlp_norm, eps)
         if batch.wanted is not None:
             more, residual = more[batch.wanted], residual[batch.wanted]

@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 
 from qforge.errors import ModelError, NotOnRuntimeError
+from qforge.models import names
 from qforge.models.model import Model
-from qforge.models.names import HEAD
 from qforge.models.tying import shared_table
 from qforge.ops.layers import AttentionParameters
 from qforge.runtime.decoder import supports
 from qforge.runtime.linears import Dense, Linear, Weight, joined
 from qforge.runtime.places import Host, Place
-from qforge.runtime.weights import Head, Layer, Weights
+from qforge.runtime.weights import Head, Layer, Mlp, Weights
 from qforge.types import ModelSpec
 
 
@@ -77,6 +77,7 @@ class Reader:
         attention = AttentionParameters(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.layer_windows[index], spec.attention_scale, q_norm, k_norm, spec.norm_eps,
         )  # fmt: skip
+        mixed = spec.experts is not None and spec.experts.layers[index]
         mlp_norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
         return Layer(
             input_norm=self.norm(at + "input_layernorm"),
@@ -85,8 +86,11 @@ class Reader:
             output=self._linear(at + "self_attn.o_proj"),
             post_attention_norm=self.norm(at + "post_attention_layernorm") if spec.post_norms else None,
             mlp_norm=self.norm(at + mlp_norm),
-            gate_up=self._joined([f"{at}mlp.{n}_proj" for n in ("gate", "up")]),
-            down=self._linear(at + "mlp.down_proj"),
+            router=self._place.linear(self._whole(at + names.router(spec.family)), wide=True) if mixed else None,
+            mlps=tuple(
+                Mlp(self._joined([at + gate, at + up]), self._linear(at + down))
+                for gate, up, down in names.mlps(spec.family, spec.experts.count if spec.experts is not None and mixed else None)
+            ),
             post_mlp_norm=self.norm(at + "post_feedforward_layernorm") if spec.post_norms else None,
             rope=spec.layer_ropes[index],
         )
@@ -110,10 +114,10 @@ class Reader:
     def _ends(self) -> tuple[Weight, Weight | None]:
         """Embedding and output head, None for one that is the embedding."""
         if shared_table(self._model, self._model.schemes) is not None:
-            return self._scaled_like_norm(self._model.linear(HEAD)), None
+            return self._scaled_like_norm(self._model.linear(names.HEAD)), None
         table = Dense(self._model.weights.read("model.embed_tokens.weight"))
-        untied = HEAD in self._model.schemes or (not self._spec.tied_head and f"{HEAD}.weight" in self._names)
-        return table, self._scaled_like_norm(self._whole(HEAD)) if untied else None
+        untied = names.HEAD in self._model.schemes or (not self._spec.tied_head and f"{names.HEAD}.weight" in self._names)
+        return table, self._scaled_like_norm(self._whole(names.HEAD)) if untied else None
 
     def _scaled_like_norm(self, head: Weight) -> Weight:
         """A head whose inputs are rounded with a stored scale: these are `last_norm`'s, and so is the scale."""

@@ -10,7 +10,7 @@ from qforge.ops.native import bytes_of
 from qforge.ops.native_weight import Buffer
 from qforge.ops.packing import Tiles
 from qforge.runtime.linears import Linear, Part, Product
-from qforge.runtime.native_model import Elsewhere, NativeEmbedding, NativeLayer, NativeModel, NativePart, NativeProduct
+from qforge.runtime.native_model import Elsewhere, NativeEmbedding, NativeLayer, NativeMlp, NativeModel, NativePart, NativeProduct
 from qforge.runtime.rope import inverse_frequencies
 from qforge.runtime.weights import Layer, Weights
 
@@ -33,7 +33,9 @@ def _buffer(t: torch.Tensor) -> Buffer:
 def _layer(layer: Layer) -> NativeLayer:
     a = layer.attention
     norms = (layer.input_norm, layer.post_attention_norm, layer.mlp_norm, layer.post_mlp_norm, a.q_norm, a.k_norm)
-    return NativeLayer(tuple(bytes_of(n) for n in norms), *(_product(p) for p in (layer.qkv, layer.output, layer.gate_up, layer.down)))
+    router = None if layer.router is None else _product(layer.router)
+    mlps = tuple(NativeMlp(_product(mlp.gate_up), _product(mlp.down)) for mlp in layer.mlps)
+    return NativeLayer(tuple(bytes_of(n) for n in norms), _product(layer.qkv), _product(layer.output), router, mlps)
 
 
 def _product(linear: Linear) -> NativeProduct:

@@ -65,8 +65,8 @@ class NativeDecoder:
         layers = [self._layer(i, layer) for i, layer in enumerate(model.layers)]
         activation = {"silu": native.Activation.SILU, "gelu_pytorch_tanh": native.Activation.GELU_TANH}[spec.hidden_act]
         self._decoder = native.Decoder(
-            context(threads), spec.hidden_size, spec.intermediate_size, spec.vocab_size, spec.norm_eps, activation, self._embedding(), address(model.norm), layers,
-            self._product(model.head), FAR_NS,
+            context(threads), spec.hidden_size, spec.vocab_size, spec.norm_eps, activation, spec.experts.active if spec.experts else 0,
+            bool(spec.experts and spec.experts.normalized), self._embedding(), address(model.norm), layers, self._product(model.head), FAR_NS,
         )  # fmt: skip
         self._reach = 0
 
@@ -109,9 +109,13 @@ class NativeDecoder:
     def _layer(self, index: int, layer: NativeLayer) -> Any:
         spec = self.spec
         rope = list(dict.fromkeys(spec.layer_ropes)).index(spec.layer_ropes[index])
-        products = [self._product(p) for p in layer.products]
+        router = [] if layer.router is None else self._product(layer.router)
+        mlps = [(self._product(mlp.gate_up), self._product(mlp.down)) for mlp in layer.mlps]
         norms = [address(n) for n in layer.norms]
-        return self._native.Layer(norms, *products, self._cache.layers[index], spec.num_heads, spec.layer_windows[index], rope, spec.attention_scale)
+        return self._native.Layer(
+            norms, self._product(layer.qkv), self._product(layer.output), router, mlps,
+            self._cache.layers[index], spec.num_heads, spec.layer_windows[index], rope, spec.attention_scale,
+        )  # fmt: skip
 
     def _product(self, product: NativeProduct) -> list[Any]:
         return [self._part(part) for part in product.parts]

@@ -48,19 +48,28 @@ class NativeProduct:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class NativeMlp:
+    """Gate and up, and what reads the one's activation times the other; or one expert."""
+
+    gate_up: NativeProduct
+    down: NativeProduct
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class NativeLayer:
-    """One layer. `norms`: fp32 weights of input, post-attention, MLP, post-MLP, query and key norm, None where the family has none."""
+    """One layer.
+
+    Attributes:
+        norms: fp32 weights of input, post-attention, MLP, post-MLP, query and key norm, None where the family has none.
+        router: its outputs are the experts' logits; None: the layer has one MLP.
+        mlps: that one, or the experts.
+    """
 
     norms: tuple[Buffer | None, ...]
     qkv: NativeProduct
     output: NativeProduct
-    gate_up: NativeProduct
-    down: NativeProduct
-
-    @property
-    def products(self) -> tuple[NativeProduct, ...]:
-        """The four products of the layer."""
-        return self.qkv, self.output, self.gate_up, self.down
+    router: NativeProduct | None
+    mlps: tuple[NativeMlp, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,12 +93,21 @@ class NativeModel:
 
     def products(self) -> list[NativeProduct]:
         """Every product, the output head last."""
-        return [*(p for layer in self.layers for p in layer.products), self.head]
+        return [product for product, _ in self._shares()]
 
     def kernels(self) -> dict[str, int]:
         """How many products each kernel runs."""
         return dict(Counter(p.kernel for p in self.products()))
 
     def nbytes(self) -> int:
-        """Bytes of all products' weights as their kernels read them: what a step with one token reads."""
-        return sum(part.nbytes for product in self.products() for part in product.parts)
+        """Bytes of weights as their kernels read them in a step with one token, which some experts have nothing to do with."""
+        return round(sum(share * part.nbytes for product, share in self._shares() for part in product.parts))
+
+    def _shares(self) -> list[tuple[NativeProduct, float]]:
+        """All products, and what share of the tokens each computes."""
+        found = []
+        for layer in self.layers:
+            share = 1.0 if layer.router is None or self.spec.experts is None else self.spec.experts.active / self.spec.experts.count
+            found += [(p, 1.0) for p in (layer.qkv, layer.output, layer.router) if p is not None]
+            found += [(p, share) for mlp in layer.mlps for p in (mlp.gate_up, mlp.down)]
+        return [*found, (self.head, 1.0)]

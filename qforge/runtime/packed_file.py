@@ -16,8 +16,8 @@ import numpy as np
 
 from qforge.ops.native_module import context
 from qforge.ops.native_weight import Buffer, NativeWeight, address
-from qforge.runtime.native_model import NativeEmbedding, NativeLayer, NativeModel, NativePart, NativeProduct
-from qforge.types import ModelSpec, RopeSpec
+from qforge.runtime.native_model import NativeEmbedding, NativeLayer, NativeMlp, NativeModel, NativePart, NativeProduct
+from qforge.types import ExpertsSpec, ModelSpec, RopeSpec
 
 _MARK = b"QFPACK\r\n"
 _START = 24  # mark, checksum, length of the header
@@ -134,7 +134,11 @@ def _told(packed: PackedModel, buffers: _Buffers) -> dict[str, Any]:
     model, e = packed.model, packed.model.embedding
     return {
         "key": packed.key, "spec": asdict(model.spec), "frequencies": [place(f) for f in model.frequencies], "norm": place(model.norm), "head": product(model.head),
-        "layers": [[[place(n) for n in layer.norms], *(product(p) for p in layer.products)] for layer in model.layers],
+        "layers": [
+            [[place(n) for n in layer.norms], product(layer.qkv), product(layer.output), product(layer.router) if layer.router else None,
+             [(product(mlp.gate_up), product(mlp.down)) for mlp in layer.mlps]]
+            for layer in model.layers
+        ],
         "embedding": [e.format, place(e.table)], "end_ids": sorted(packed.end_ids), "tokenizer": place(packed.tokenizer),
         "chat_template": packed.chat_template, "special_tokens": packed.special_tokens,
     }  # fmt: skip
@@ -150,7 +154,11 @@ def _built(told: dict[str, Any], room: Buffer) -> PackedModel:
     def sure(at: list[int]) -> Buffer:
         return room[at[0] : at[0] + at[1]]
 
-    layers = tuple(NativeLayer(tuple(maybe(n) for n in norms), *(product(p) for p in products)) for norms, *products in told["layers"])
+    def layer(norms: list[Any], qkv: list[Any], output: list[Any], router: list[Any] | None, mlps: list[Any]) -> NativeLayer:
+        parts = tuple(NativeMlp(product(gate_up), product(down)) for gate_up, down in mlps)
+        return NativeLayer(tuple(maybe(n) for n in norms), product(qkv), product(output), None if router is None else product(router), parts)
+
+    layers = tuple(layer(*each) for each in told["layers"])
     name, table = told["embedding"]
     model = NativeModel(_spec(told["spec"]), tuple(sure(f) for f in told["frequencies"]), layers, sure(told["norm"]), NativeEmbedding(name, maybe(table)), product(told["head"]))
     return PackedModel(told["key"], model, frozenset(told["end_ids"]), sure(told["tokenizer"]), told["chat_template"], told["special_tokens"])
@@ -168,4 +176,5 @@ def _part(told: list[Any], buffer: Callable[[list[int] | None], Buffer | None]) 
 def _spec(told: dict[str, Any]) -> ModelSpec:
     ropes = tuple(RopeSpec(r["theta"], r["kind"], tuple((n, v) for n, v in r["parameters"])) for r in told["layer_ropes"])
     scales = tuple((key, value) for key, value in told["kv_scales"])
-    return ModelSpec(**{**told, "layer_windows": tuple(told["layer_windows"]), "layer_ropes": ropes, "kv_scales": scales})
+    experts = None if told["experts"] is None else ExpertsSpec(**{**told["experts"], "layers": tuple(told["experts"]["layers"])})
+    return ModelSpec(**{**told, "layer_windows": tuple(told["layer_windows"]), "layer_ropes": ropes, "experts": experts, "kv_scales": scales})

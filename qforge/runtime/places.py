@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from qforge import numerics
+from qforge.errors import UnsupportedError
 from qforge.models.model import Model
 from qforge.ops.dense import DenseKernel
 from qforge.ops.reference import ReferenceKernel
@@ -105,7 +106,13 @@ class Gpu:
 
 
 def gpu(model: Model, device: str) -> Gpu:
-    """Where a model goes on a device: in bf16 if it is stored so or adds norms behind its layers (Gemma's activations exceed fp16's range), else in fp16."""
+    """Where a model goes on a device: in bf16 if it is stored so or adds norms behind its layers (Gemma's activations exceed fp16's range), else in fp16.
+
+    Raises:
+        UnsupportedError: it has experts.
+    """
+    if model.spec is not None and model.spec.experts is not None:
+        raise UnsupportedError(f"'{model.source}' is a mixture of experts, which the runtime computes on the processor only; use device: cpu")
     wide = model.dtype is torch.bfloat16 or (model.spec is not None and model.spec.post_norms)
     return Gpu(torch.device(device if ":" in device else f"{device}:0"), torch.bfloat16 if wide else torch.float16)
 

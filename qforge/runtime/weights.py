@@ -14,8 +14,21 @@ from qforge.types import ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Mlp:
+    """Gate and up, and what reads the one's activation times the other; or one expert."""
+
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One layer's weights. Norm weights are fp32 and hold the family's offset already; the two post norms are None where the family has none."""
+    """One layer's weights. Norm weights are fp32 and hold the family's offset already; the two post norms are None where the family has none.
+
+    Attributes:
+        router: `[experts]` logits, or None: the layer has one MLP.
+        mlps: that one, or the experts.
+    """
 
     input_norm: torch.Tensor
     qkv: Linear
@@ -23,8 +36,8 @@ class Layer:
     output: Linear
     post_attention_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    router: Linear | None
+    mlps: tuple[Mlp, ...]
     post_mlp_norm: torch.Tensor | None
     rope: RopeSpec
 
@@ -57,11 +70,17 @@ class Weights:
 
     def kernels(self) -> dict[str, int]:
         """How many products each kernel runs."""
-        return dict(Counter(p.kernel for p in self._products()))
+        return dict(Counter(p.kernel for p, _ in self._products()))
 
     def nbytes(self) -> int:
-        """Bytes of all products' weights as their kernels read them: what a step with one token reads."""
-        return sum(part.nbytes for product in self._products() for part in product.parts)
+        """Bytes of weights as their kernels read them in a step with one token, which some experts have nothing to do with."""
+        return round(sum(share * part.nbytes for product, share in self._products() for part in product.parts))
 
-    def _products(self) -> list[Linear]:
-        return [*(p for layer in self.layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)), self.head.logits]
+    def _products(self) -> list[tuple[Linear, float]]:
+        """All of them, and what share of the tokens each computes."""
+        found = [(self.head.logits, 1.0)]
+        for layer in self.layers:
+            share = 1.0 if layer.router is None or self.spec.experts is None else self.spec.experts.active / self.spec.experts.count
+            found += [(p, 1.0) for p in (layer.qkv, layer.output, layer.router) if p is not None]
+            found += [(p, share) for mlp in layer.mlps for p in (mlp.gate_up, mlp.down)]
+        return found

@@ -13,9 +13,10 @@ from flows import kill_at, logits, write_recipe
 from safetensors.torch import load_file, save_file
 
 import qforge
-from qforge import pipeline
+from qforge import LLM, pipeline
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import UnsupportedError
+from qforge.export import exporter
 from qforge.files import sha256_tree
 from qforge.models.model import open_model
 
@@ -32,7 +33,7 @@ def make(folder: Path, family: str, **settings: Any) -> Path:
 
 
 def scores(model: Path) -> torch.Tensor:
-    return torch.cat(list(TransformersEngine(open_model(str(model))).score([WINDOW])))
+    return torch.cat(list(TransformersEngine(open_model(str(model), dtype="float32")).score([WINDOW])))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -42,7 +43,7 @@ def test_gptq_is_better_than_rounding_and_transformers_runs_the_artifact(tmp_pat
     for method in ("rtn", "gptq"):
         results = qforge.quantize(write_recipe(tmp_path, quantize={"method": method, "scheme": "int4-g32-sym"}, export=[]), out=tmp_path / method)
         assert results.evaluation is not None
-        assert results.evaluation.engine.startswith("transformers")
+        assert results.evaluation.engine.startswith("transformers" if family == "qwen2_moe" else "qforge")
         found[method] = results.evaluation.kl_mean or 0.0
         artifact = open_model(str(tmp_path / method))
         routers = {layer.name: layer for layer in results.layers if layer.note is not None and "decides over experts" in layer.note}
@@ -83,6 +84,21 @@ def test_what_transformers_does_not_run_is_said_and_runs_here(tmp_path: Path, qu
     assert results.evaluation is not None
     assert results.evaluation.kl_mean is not None
     assert results.evaluation.kl_mean < 1
+    runtime = torch.cat(list(LLM(str(tmp_path / "out")).score([WINDOW])))
+    rounds = any(s.activations is not None for s in open_model(str(tmp_path / "out")).schemes.values())
+    assert (runtime - scores(tmp_path / "out")).norm() / runtime.norm() < (2e-2 if rounds else 1e-4)
+
+
+def test_the_runtime_computes_experts_of_any_order_and_of_several_schemes(tmp_path: Path) -> None:
+    """Act-order gathers an expert's inputs; experts of other schemes than their neighbours are products of their own."""
+    make(tmp_path / "model", "mixtral", hidden=96, intermediate=192)
+    overrides = [{"match": "*.experts.1.*", "scheme": "int8-channel-sym"}, {"match": "*.experts.2.w1", "scheme": "int4-g32-sym"}]
+    quantize = {"method": "gptq", "scheme": "int4-g32-asym", "overrides": overrides, "options": {"act_order": True}}
+    qforge.quantize(write_recipe(tmp_path, quantize=quantize, export=[], evaluate=None), out=tmp_path / "out")
+    runtime = torch.cat(list(LLM(str(tmp_path / "out")).score([WINDOW])))
+    torch.testing.assert_close(runtime, scores(tmp_path / "out"), atol=2e-4, rtol=2e-4)
+    with pytest.raises(UnsupportedError, match="GGUF keeps the experts of a layer in one tensor"):
+        exporter("gguf", "auto").write(open_model(str(tmp_path / "out")), tmp_path / "gguf")
 
 
 def test_a_plan_knows_experts_and_leaves_routers_alone(tmp_path: Path) -> None:
@@ -100,11 +116,16 @@ def test_a_plan_knows_experts_and_leaves_routers_alone(tmp_path: Path) -> None:
 
 def test_exports_hold_experts_or_say_why_not(tmp_path: Path) -> None:
     make(tmp_path / "model", "mixtral")
-    path = write_recipe(tmp_path, quantize={"method": "rtn", "scheme": "int4-g32-sym"}, export=[{"format": "gptq"}], evaluate=None)
-    (export,) = qforge.quantize(path, out=tmp_path / "out").exports
-    assert export.lossless
-    torch.testing.assert_close(scores(tmp_path / "out" / str(export.path)), scores(tmp_path / "out"))
-    with pytest.raises(UnsupportedError, match=r"a 'mixtral' model .* has no GGUF form"):
+    path = write_recipe(tmp_path, quantize={"method": "rtn", "scheme": "int4-g32-sym"}, export=[{"format": "gptq"}, {"format": "gguf"}], evaluate=None)
+    exports = qforge.quantize(path, out=tmp_path / "out").exports
+    assert all(export.lossless for export in exports)
+    for export in exports:
+        model = next((tmp_path / "out" / str(export.path)).glob("*.gguf"), tmp_path / "out" / str(export.path))
+        torch.testing.assert_close(scores(model), scores(tmp_path / "out"))
+    with pytest.raises(UnsupportedError, match="it is a mixture of experts"):
+        qforge.quantize(write_recipe(tmp_path, export=[{"format": "onnx"}], evaluate=None), out=tmp_path / "other")
+    make(tmp_path / "model", "qwen2_moe")
+    with pytest.raises(UnsupportedError, match=r"a 'qwen2_moe' model .* has no GGUF form"):
         qforge.quantize(write_recipe(tmp_path, export=[{"format": "gguf"}], evaluate=None), out=tmp_path / "other")
 
 

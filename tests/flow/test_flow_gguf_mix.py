@@ -65,7 +65,7 @@ def test_the_importance_matrix_is_what_transformers_feeds_its_linears(run):
     tokens = open_model(str(folder / "model")).tokenizer()(TEXT)["input_ids"]
     assert len(tokens) > 4 * 64
     file = {t.name: np.array(t.data) for t in gguf.GGUFReader(folder / "out" / "exports" / "gguf" / "imatrix.gguf").tensors}
-    names = gguf_names("llama", 4)
+    names = gguf_names(model.config)
     ids = chosen_windows(folder)
     sums: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():

@@ -53,7 +53,7 @@ def test_every_quantized_tensor_of_an_exported_file(tmp_path: Path, scheme: str)
     qforge.quantize(recipe, out=tmp_path / "out")
     artifact = open_model(str(tmp_path / "out"))
     tensors = {t.name: t for t in gguf.GGUFReader(next((tmp_path / "out" / "exports").rglob("*.gguf"))).tensors}
-    names = gguf_names(artifact.config.model_type, artifact.config.num_hidden_layers)
+    names = gguf_names(artifact.config)
     for name in artifact.schemes:
         q, t = artifact.linear(name), tensors[names[f"{name}.weight"]]
         theirs = dequantized_by_c(t.tensor_type.name, t.data, (q.out_features, q.in_features))

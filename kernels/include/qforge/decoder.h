@@ -28,13 +28,25 @@ struct Part {
 
 using Product = std::vector<Part>;  // weights that share their input; outputs stand side by side
 
+struct Mlp {
+    Product gate_up, down;
+};
+
 struct Layer {
     const float *input_norm, *post_attention_norm, *mlp_norm, *post_mlp_norm;  // the two post norms: null where the family has none
     const float *q_norm, *k_norm;                                              // null where the family has none
-    Product qkv, output, gate_up, down;
+    Product qkv, output, router;
+    std::vector<Mlp> mlps;  // one and no router, or experts (at least one)
     Cache cache;
     int64_t heads, window, rope;  // rope: number of its table
     float scale;
+
+    // Calls use(product) for each of them
+    template <typename F>
+    void each_product(const F &use) const {
+        for (const Product *p : {&qkv, &output, &router}) use(*p);
+        for (const Mlp &mlp : mlps) use(mlp.gate_up), use(mlp.down);
+    }
 };
 
 // Token embeddings: [vocabulary][width], or the tiles of a weight that is the output head too
@@ -47,9 +59,35 @@ struct Embedding {
 };
 
 struct DecoderShape {
-    int64_t width, intermediate, vocabulary;
+    int64_t width, vocabulary;
     float norm_eps;
     Activation activation;
+    int64_t active_experts;   // of each token, in layers that have a router
+    bool normalized_experts;  // whether their weights sum to 1, or are shares of all experts' sum
+};
+
+// Which experts of a layer compute which rows of a step, and by what each result counts
+class Routes {
+  public:
+    void reserve(int64_t rows, int64_t active);
+    void route(const float *logits, int64_t row, int64_t experts, int64_t active, bool normalized);  // of one row [experts]: the largest, of equal ones the first
+    void sort(int64_t rows, int64_t experts, int64_t active);                                         // once all rows are routed
+
+    struct Sent {
+        int64_t row;
+        float weight;
+    };
+    const Sent *begin_of(int64_t expert) const { return sent_.data() + starts_[static_cast<size_t>(expert)]; }  // rows rising
+    const Sent *end_of(int64_t expert) const { return begin_of(expert + 1); }
+
+  private:
+    struct Choice {
+        int64_t expert;
+        float weight;
+    };
+    std::vector<Choice> chosen_;  // [rows][active]
+    std::vector<Sent> sent_;
+    std::vector<size_t> starts_;  // [experts + 1]
 };
 
 struct RopeTables {
@@ -81,7 +119,8 @@ class Decoder {
     void together(const Step &step, float *logits);
     void embed(const int64_t *tokens, int64_t rows);
     void product(const Product &product, const float *x, int64_t rows, float *y, const Context::Rows &before = {});
-    void mlp(const Layer &layer, int64_t rows, const Context::Rows &before);
+    void mlp(const Mlp &mlp, const float *x, int64_t rows, float *y, const Context::Rows &before);
+    void mixture(const Layer &layer, int64_t rows, const Context::Rows &before);
     Attention attention_of(const Layer &layer, const Step &step) const;
     int64_t keep(const Step &step, int64_t attended);  // how many rows that are
     void bring(const Layer &layer, const Layer &next, const Step &step);
@@ -94,8 +133,9 @@ class Decoder {
     std::vector<Layer> layers_;
     Product head_;
     std::vector<RopeTables> ropes_;
-    int64_t reserved_ = 0, widest_ = 0;
-    Scratch x_, next_, branch_, wide_, narrow_, gathered_, logits_;
+    int64_t reserved_ = 0;
+    Scratch x_, next_, branch_, wide_, narrow_, gathered_, sent_, answers_, logits_;  // sent_, answers_: rows of one expert
+    Routes routes_;
     int64_t logit_rows_ = 0;
     std::vector<std::vector<Candidate>> candidates_;
     struct Alone;  // a decoder of the same layers that has one thread

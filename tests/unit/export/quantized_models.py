@@ -13,7 +13,8 @@ from qforge.models.weights import TensorInfo
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Scheme, parse
 
-_PROJECTIONS = ("_proj.weight", ".query_key_value.weight", ".dense.weight", ".dense_h_to_4h.weight", ".dense_4h_to_h.weight")  # the last four: Falcon's
+_FALCON = (".query_key_value.weight", ".dense.weight", ".dense_h_to_4h.weight", ".dense_4h_to_h.weight")
+_PROJECTIONS = ("_proj.weight", *_FALCON, ".w1.weight", ".w2.weight", ".w3.weight")  # the last three: of Mixtral's experts
 
 
 def rtn(model, text="int4-g32-sym", overrides=None, head=False, ignore=()):

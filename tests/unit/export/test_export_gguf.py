@@ -29,6 +29,10 @@ FAMILIES = {
     "llama": {}, "mistral": {"sliding_window": 64}, "qwen2": {}, "qwen3": {}, "gemma3_text": {"layers": 7, "sliding_window": 32, "query_pre_attn_scalar": 16},
     "gemma": {"head_dim": 32}, "smollm3": {"layers": 5}, "granite": tiny.GRANITE,
 }  # fmt: skip
+FAMILIES |= {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True},
+}
 
 
 def opened(tmp_path, family="llama", dtype=torch.float32, **options):

@@ -40,6 +40,8 @@ CASES = {
     "smollm3 with windows": ("smollm3", {"layers": 5, "use_sliding_window": True, "sliding_window": 64}),
     "granite": ("granite", tiny.GRANITE),
     "granite with biases": ("granite", tiny.GRANITE | {"hidden": 256, "heads": 4, "tied": False, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3 moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True}),
 }
 GELU = ("gemma", "gemma3_text")  # ggml's is a table in fp16
 pytestmark = pytest.mark.slow
@@ -64,16 +66,16 @@ def test_the_f32_twin_agrees(tmp_path, case):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma", "smollm3", "granite"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma", "smollm3", "granite", "mixtral", "qwen3 moe"])
 def test_every_family_passes_the_rows_of_a_real_model(tmp_path, family, tied):
     """The weights that llama.cpp's C code makes of the integers are ours, and what it computes of the same weights in fp32 is what transformers computes."""
     name, options = CASES[family]
     if family == "gemma" and not tied:
         pytest.skip("its head is always the embedding")
-    model = quantized(
-        open_model(str(tiny.make(tmp_path / "source", name, **{"layers": 2, "tied": tied, "dtype": torch.bfloat16, **options}))), overrides={"down_proj": "int8-g64-sym"}
-    )
-    for kind, bound in (("auto", 0.05), ("f32", 1e-3)):
+    source = open_model(str(tiny.make(tmp_path / "source", name, **{"layers": 2, "tied": tied, "dtype": torch.bfloat16, **options})))
+    model = quantized(source, overrides={"down_proj": "int8-g64-sym", "w2": "int8-g64-sym"})
+    rounded = 0.05 if model.spec.experts is None else 0.1  # of 6 positions, one may go to another expert where activations are rounded
+    for kind, bound in (("auto", rounded), ("f32", 1e-3)):
         paths = GgufExporter(kind).write(model, tmp_path / kind)
         found, left_out = verify("gguf", paths, model, TransformersEngine(model), prompts(model.config.vocab_size, (3, 20, 60)))
         assert not left_out
@@ -86,7 +88,7 @@ def test_every_family_passes_the_rows_of_a_real_model(tmp_path, family, tied):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "mixtral"])
 def test_every_family_passes_the_rows_of_zero_points_and_mixes(tmp_path, family, tied):
     """256 wide, so that K-quants are what the mixes say; llama.cpp over the same weights in F32 is exact, over the blocks it rounds activations to 8 bits."""
     name, options = CASES[family]
@@ -101,7 +103,7 @@ def test_every_family_passes_the_rows_of_zero_points_and_mixes(tmp_path, family,
         assert not left_out
         assert found[-1].kl_mean < 0.05, (kind, found)
         reader = gguf.GGUFReader(paths[0])
-        assert {t.tensor_type.name for t in reader.tensors if t.name.startswith("blk.") and len(t.shape) > 1} == types
+        assert {t.tensor_type.name for t in reader.tensors if t.name.startswith("blk.") and len(t.shape) > 1 and "ffn_gate_inp" not in t.name} == types
         held = open_model(str(paths[0]), dtype="float32")
         twin = exporter("gguf", "f32").write(held, tmp_path / f"{kind}-twin")
         ran, _ = verify("gguf", twin, held, TransformersEngine(held), given)

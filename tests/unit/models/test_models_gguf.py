@@ -31,6 +31,7 @@ from qforge.models.locate import model_folder
 from qforge.models.model import open_model
 from qforge.models.tying import shared_table
 from qforge.stages.exported import foreign
+from qforge.types import ExpertsSpec
 
 BLOCKS = {"attn_q": "Q4_0", "attn_k": "Q8_0", "attn_v": "Q5_0", "attn_output": "Q4_1", "ffn_gate": "Q5_1", "ffn_up": "F16", "ffn_down": "BF16", "token_embd": "Q8_0"}
 
@@ -44,7 +45,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write(path: Path, base: Path, *, extra: Callable[[gguf.GGUFWriter], None] = lambda w: None, only_f32: bool = False, arch: str | None = None) -> Path:
     """The tiny model `base` as a GGUF file with mixed block types, written with the gguf package alone."""
     config = AutoConfig.from_pretrained(base)
-    arch = arch or {"gemma3_text": "gemma3", "mistral": "llama"}.get(config.model_type, config.model_type)
+    arch = arch or {"gemma3_text": "gemma3", "mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
     w = gguf.GGUFWriter(path, arch)
     w.add_name("tiny")
     w.add_context_length(config.max_position_embeddings)
@@ -66,7 +67,7 @@ def write(path: Path, base: Path, *, extra: Callable[[gguf.GGUFWriter], None] = 
     add_tokenizer(w, base)
     extra(w)
     state = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).state_dict()
-    for ours, theirs in names.gguf_names(config.model_type, config.num_hidden_layers).items():
+    for ours, theirs in names.gguf_names(config).items():
         if ours in state and not (ours == "lm_head.weight" and config.tie_word_embeddings):
             value = state[ours]
             if arch in ("llama", "smollm3", "granite") and ("q_proj" in ours or "k_proj" in ours):
@@ -76,6 +77,19 @@ def write(path: Path, base: Path, *, extra: Callable[[gguf.GGUFWriter], None] = 
                 value = value + 1
             kind = "F32" if only_f32 else BLOCKS.get(theirs.split(".")[-2], "F32")
             w.add_tensor(theirs, gguf.quants.quantize(value.numpy(), gguf.GGMLQuantizationType[kind]), raw_dtype=gguf.GGMLQuantizationType[kind])
+    for ours, value in state.items():
+        if ours.endswith("experts.gate_up_proj"):
+            stacks = dict(zip(("gate", "up"), value.chunk(2, 1), strict=True))
+        elif ours.endswith("experts.down_proj"):
+            stacks = {"down": value}
+        else:
+            continue
+        block = f"blk.{ours.split('.')[2]}.ffn_"
+        for part, stack in stacks.items():
+            kind = gguf.GGMLQuantizationType["F32" if only_f32 else {"gate": "Q5_1", "up": "Q8_0", "down": "Q4_0"}[part]]
+            w.add_tensor(f"{block}{part}_exps.weight", gguf.quants.quantize(stack.contiguous().numpy(), kind), raw_dtype=kind)
+        if config.model_type == "mixtral" and "gate_up" in ours:  # whose router checkpoints call otherwise than the module
+            w.add_tensor(f"{block}gate_inp.weight", state[ours.replace("experts.gate_up_proj", "gate.weight")].numpy())
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
@@ -117,6 +131,33 @@ def test_tensors_equal_transformers_reader(bases: dict[str, Path], tmp_path: Pat
         assert torch.equal(model.weights.read(name), theirs[name]), name
     for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "vocab_size", "tie_word_embeddings"):
         assert getattr(model.config, key) == getattr(config, key), key
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_are_read_out_of_stacks(bases: dict[str, Path], tmp_path: Path, family: str) -> None:
+    """As another program stacks them: in fp32 the original's values, in blocks those that the gguf package makes of the stack; the integers of each expert are its own."""
+    experts = {"mixtral": {"num_local_experts": 4}, "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True}}[family]
+    base = tiny.make(tmp_path / "base", family, layers=2, num_experts_per_tok=2, **experts)
+    for only_f32 in (True, False):
+        path = write(
+            tmp_path / f"{only_f32}.gguf", base, only_f32=only_f32, extra=lambda w: (w.add_expert_count(4), w.add_expert_used_count(2), w.add_expert_feed_forward_length(32))
+        )
+        model = open_model(str(path), dtype="float32")
+        assert model.config.model_type == family
+        assert model.spec is not None
+        assert model.spec.experts == ExpertsSpec(4, 32 if family == "qwen3_moe" else 128, 2, True, (True, True))
+        stored = {t.name: torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type)) for t in gguf.GGUFReader(path).tensors if "_exps" in t.name}
+        seen = 0
+        for name in model.weights.names():
+            if ".experts." not in name:
+                continue
+            layer, (expert, part) = name.split(".")[2], name.split(".")[-3:-1]
+            stack = stored[f"blk.{layer}.ffn_{ {'w1': 'gate', 'w3': 'up', 'w2': 'down'}.get(part, part.removesuffix('_proj')) }_exps.weight"]
+            assert torch.equal(model.weights.read(name), stack[int(expert)]), name
+            if (module := name.removesuffix(".weight")) in model.schemes:
+                assert torch.equal(numerics.dequantize(model.linear(module)), stack[int(expert)])
+                seen += 1
+        assert seen == (0 if only_f32 else 2 * 4 * 2)  # Q8_0 and Q4_0 are integers
 
 
 def test_a_folder_with_one_file_means_that_file(bases: dict[str, Path], tmp_path: Path) -> None:
@@ -320,8 +361,8 @@ def test_models_that_are_not_read_from_gguf_are_named(bases: dict[str, Path], tm
     write(tmp_path / "m.gguf", bases["llama"], arch="mamba")
     with pytest.raises(ModelError, match="'mamba'; qforge reads llama, qwen2, qwen3, gemma3"):
         open_model("m.gguf", folder=tmp_path)
-    write(tmp_path / "e.gguf", bases["llama"], extra=lambda w: w.add_expert_count(8))
-    with pytest.raises(ModelError, match="mixture of experts"):
+    write(tmp_path / "e.gguf", bases["qwen2"], extra=lambda w: w.add_expert_count(8))
+    with pytest.raises(ModelError, match="8 experts in a layer; qforge reads up to 4096 of llama and qwen3moe models"):
         open_model("e.gguf", folder=tmp_path)
     write(tmp_path / "s.gguf", bases["llama"], extra=lambda w: w.add_uint16("split.count", 3))
     with pytest.raises(ModelError, match="one of 3 parts"):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from transformers import MambaConfig
 
 from qforge.errors import UnsupportedError
 from qforge.models import names
@@ -28,10 +29,10 @@ def test_permutation_interleaves_the_halves_of_each_head(heads: int) -> None:
 @pytest.mark.parametrize("family", list(names.GGUF_ARCHITECTURES))
 def test_every_tensor_has_one_name(tmp_path: Path, family: str) -> None:
     model = open_model(str(tiny.make(tmp_path / "m", family, layers=2)))
-    found = names.gguf_names(family, 2)
+    found = names.gguf_names(model.config)
     assert set(model.weights.names()) <= set(found)
     assert len(set(found.values())) == len(found)
-    assert names.gguf_permutes(family) == (family in ("llama", "mistral", "smollm3", "granite"))
+    assert names.gguf_permutes(family) == (family in ("llama", "mistral", "mixtral", "smollm3", "granite"))
 
 
 def test_what_is_permuted_and_offset() -> None:
@@ -48,4 +49,4 @@ def test_what_is_permuted_and_offset() -> None:
 
 def test_an_unknown_family_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"'mamba'.*known are llama"):
-        names.gguf_names("mamba", 2)
+        names.gguf_names(MambaConfig())

@@ -96,7 +96,9 @@ def test_a_head_and_an_embedding_that_share_integers_share_a_table() -> None:
     weights = read(of, PLACE)
     assert apart(of, tokens=6) < GPU_LOGITS["fp16"]
     assert isinstance(weights.head.table, torch.Tensor)
-    assert weights.nbytes() == weights.head.table.nbytes + sum(p.parts[0].nbytes for layer in weights.layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    assert weights.nbytes() == weights.head.table.nbytes + sum(
+        p.parts[0].nbytes for layer in weights.layers for p in (layer.qkv, layer.output, layer.mlps[0].gate_up, layer.mlps[0].down)
+    )
 
 
 def test_a_cache_of_8_bits_changes_logits_little() -> None:

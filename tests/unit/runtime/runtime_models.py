@@ -40,6 +40,9 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "smollm3": ("smollm3", {"layers": 4}),
     "smollm3-windows": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 20, "attention_bias": True, "mlp_bias": True}),
     "granite": ("granite", tiny.GRANITE | {"attention_bias": True, "mlp_bias": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}),
+    "qwen3-moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3-moe-shares": ("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": False, "decoder_sparse_step": 2}),
 }  # fmt: skip
 
 
@@ -86,8 +89,18 @@ def quantized(name: str, scheme: Callable[[str], str | None], head: str | None =
     modules = dict(theirs.named_modules())
     with torch.no_grad():
         for n in schemes:
-            modules[n].weight.copy_(numerics.dequantize(ours.linear(n)))
+            _matrix(modules, n).copy_(numerics.dequantize(ours.linear(n)))
     return ours, theirs
+
+
+def _matrix(modules: dict[str, torch.nn.Module], linear: str) -> torch.Tensor:
+    """A linear's weight, which is a part of a stack where it is an expert's."""
+    if linear in modules:
+        return modules[linear].get_parameter("weight")
+    block, expert, part = linear.rsplit(".", 2)
+    if part == "down_proj":
+        return modules[block].get_parameter(part)[int(expert)]
+    return modules[block].get_parameter("gate_up_proj")[int(expert)].chunk(2)[part == "up_proj"]
 
 
 def prompts(count: int, longest: int, seed: int = 0, vocabulary: int = 380) -> list[list[int]]:

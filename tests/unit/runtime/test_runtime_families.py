@@ -41,17 +41,18 @@ def test_logits_of_windows_equal_those_of_transformers(name: str) -> None:
     assert (torch.cat(pieces) - wanted).abs().max() < LOGITS
 
 
-@pytest.mark.parametrize("scheme", ["int4-g32-sym", "int4-g16-asym", "int8-channel-sym", "nf4-g16"])
-def test_a_quantized_model_equals_transformers_on_the_same_weights(scheme: str) -> None:
-    ours, theirs = quantized("llama", lambda n: scheme)
+@pytest.mark.parametrize(("name", "scheme"), [*(("llama", s) for s in ("int4-g32-sym", "int4-g16-asym", "int8-channel-sym", "nf4-g16")), ("qwen3-moe", "int4-g8-sym")])
+def test_a_quantized_model_equals_transformers_on_the_same_weights(name: str, scheme: str) -> None:
+    ours, theirs = quantized(name, lambda n: scheme)
     given = prompts(20, 40, seed=1)
     outputs = LLM(ours, max_step_tokens=24).generate(given, SamplingParams(max_tokens=16))
     assert [o.token_ids for o in outputs] == [greedy(theirs, p, 16) for p in given]
 
 
 @pytest.mark.parametrize("scheme", ["int4-g32-sym", "int4-g16-asym", "int8-channel-sym"])
-def test_rounded_activations_stay_near_the_same_weights(scheme: str) -> None:
-    ours, theirs = quantized("llama", lambda n: scheme)
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe-shares"])
+def test_rounded_activations_stay_near_the_same_weights(name: str, scheme: str) -> None:
+    ours, theirs = quantized(name, lambda n: scheme)
     window = prompts(1, 60, seed=6)[0] * 3
     with torch.no_grad():
         wanted = theirs(torch.tensor([window])).logits[0, :-1].double().log_softmax(-1)
@@ -131,7 +132,8 @@ def test_a_step_that_raises_leaves_nothing_to_be_brought() -> None:
             assert sum(map(len, context(2).lines_ahead())) > 0
             raise ZeroDivisionError
 
-    layer = replace(whole.layers[0], down=NativeProduct("", (NativePart(whole.spec.hidden_size, whole.spec.intermediate_size, elsewhere=down),)))
+    mlp = replace(whole.layers[0].mlps[0], down=NativeProduct("", (NativePart(whole.spec.hidden_size, whole.spec.intermediate_size, elsewhere=down),)))
+    layer = replace(whole.layers[0], mlps=(mlp,))
     llm.runner = NativeDecoder(replace(whole, layers=(layer, *whole.layers[1:])), num_blocks=llm.num_blocks, block_size=16, threads=2, kv_cache="int8")
     with pytest.raises(ZeroDivisionError):
         llm.generate(prompts(8, 40), SamplingParams(max_tokens=4, ignore_eos=True))

@@ -18,11 +18,14 @@ KvScales = Mapping[str, tuple[float, float]]  # of keys and of values, by the at
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding of one kind of layer: base, and scaling as Hugging Face's `rope_parameters` writes it (`default`, `llama3`, `linear`, `yarn`)."""
+    """Rotary embedding of one kind of layer: base, and scaling as Hugging Face's `rope_parameters` writes it (`default`, `llama3`, `linear`, `yarn`); `none`: it has none."""
 
     theta: float
     kind: str = "default"
     parameters: tuple[tuple[str, float], ...] = ()
+
+
+NO_ROPE = RopeSpec(1.0, "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class ModelSpec:
         attention_scale: multiplier of q.k (head_dim ** -0.5 unless the family says otherwise).
         norm_offset: 1.0 where the norm multiplies by (1 + weight) (Gemma), else 0.0.
         embedding_scale: multiplier of token embeddings (sqrt(hidden) for Gemma), else 1.0.
+        residual_scale: multiplier, above 0, of what a layer adds to the residual stream (Granite), else 1.0.
+        logits_scale: multiplier of logits (Granite), else 1.0.
         experts: None: no layer has any.
         kv_scales: per layer, of its keys and its values where a checkpoint says that they are kept as FP8 E4M3; else empty.
     """
@@ -81,6 +86,8 @@ class ModelSpec:
     post_norms: bool = False
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
     experts: ExpertsSpec | None = None
     kv_scales: tuple[tuple[float, float], ...] = ()
 

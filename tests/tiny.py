@@ -15,6 +15,14 @@ TEXT = [
     "When the storm came, they closed the windows, lit the lamp, and told each other stories until morning.",
 ]
 
+GRANITE: dict[str, object] = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.15,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 5.0,
+    "rms_norm_eps": 0.05,
+}  # an epsilon that counts
+
 
 def tokenizer(vocab_size: int = 384) -> PreTrainedTokenizerFast:
     """Byte-level BPE, with <|endoftext|> (0) as end, `<|im_start|>` and `<|im_end|>`."""
@@ -39,7 +47,7 @@ def make(folder: Path, family: str = "llama", *, seed: int = 0, layers: int = 3,
     width = {} if isinstance(getattr(CONFIG_MAPPING[family], "head_dim", None), property) else {"head_dim": hidden // heads}  # of some it is computed
     settings = AutoConfig.for_model(
         family, vocab_size=len(fast), hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        max_position_embeddings=256, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0, pad_token_id=None, **width, **config,
+        max_position_embeddings=256, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0, pad_token_id=None, **{**width, **config},
     )  # fmt: skip
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(settings).eval()

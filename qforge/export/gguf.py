@@ -91,6 +91,9 @@ class GgufExporter:
             reason = self._scheme_problem(scheme, *weight_shape(model, name))
             if reason:
                 return f"{name}: {reason}"
+        names = gguf_names(model.config)
+        if (unnamed := next((name for name, _ in stored_tensors(model) if name not in names), None)) is not None:
+            return f"llama.cpp's {GGUF_ARCHITECTURES[family]} has no tensor for {unnamed}"
         return metadata_problem(model.spec) or _stack_problem(self.tensors(model)) or vocabulary_problem(model.tokenizer(), model.config.vocab_size)
 
     def _scheme_problem(self, scheme: Scheme, out_features: int, in_features: int) -> str | None:

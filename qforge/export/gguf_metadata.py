@@ -8,27 +8,30 @@ from collections.abc import Mapping
 import numpy as np
 from gguf import GGUFWriter, RopeScalingType
 
-from qforge.types import ModelSpec, RopeSpec
+from qforge.types import NO_ROPE, ModelSpec, RopeSpec
 
 _GEMMA3_PATTERN = 6  # llama.cpp's fixed pattern: every sixth layer sees the whole context
 _GEMMA3_LOCAL_THETA = 10_000.0
 _GEMMA3_27B_LAYERS = 62
-_WITHOUT_BIAS = ("qwen3", "qwen3_moe", "gemma3_text")
-_LLAMA3_ROPE = ("llama", "mistral", "mixtral")  # the others have no tensor rope_freqs
+_SMOLLM3_INTERVAL = 4  # of layers without rotary embedding
+_GELU = ("gemma", "gemma3_text")
+_WITHOUT_BIAS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma", "smollm3")
+_LLAMA3_ROPE = ("llama", "mistral", "mixtral", "granite")  # the others have no tensor rope_freqs
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def metadata_problem(spec: ModelSpec) -> str | None:
     """What of a model llama.cpp cannot be told, or would refuse as it loads the file; None if it computes what the model means."""
-    return _family_problem(spec) or _rope_problem(spec) or _experts_problem(spec) or (_gemma3_problem(spec) if spec.family == "gemma3_text" else None)
+    own = {"gemma3_text": _gemma3_problem, "smollm3": _smollm3_problem}.get(spec.family)
+    return _family_problem(spec) or _rope_problem(spec) or _experts_problem(spec) or (None if own is None else own(spec))
 
 
 def _family_problem(spec: ModelSpec) -> str | None:
-    activation = "gelu_pytorch_tanh" if spec.family == "gemma3_text" else "silu"
+    activation = "gelu_pytorch_tanh" if spec.family in _GELU else "silu"
     if spec.hidden_act != activation:
         return f"llama.cpp's {spec.family} has the activation {activation}, and this model's hidden_act is {spec.hidden_act}"
-    if spec.family in _WITHOUT_BIAS and (spec.attention_bias or spec.output_bias):
-        return f"llama.cpp's {spec.family} has no biases in its attention, and this model has them (attention_bias)"
+    if spec.family in _WITHOUT_BIAS and (spec.attention_bias or spec.output_bias or spec.mlp_bias):
+        return f"llama.cpp's {spec.family} has no biases, and this model has them (attention_bias or mlp_bias)"
     return None
 
 
@@ -70,6 +73,12 @@ def _gemma3_problem(spec: ModelSpec) -> str | None:
     return None
 
 
+def _smollm3_problem(spec: ModelSpec) -> str | None:
+    if [r.kind == "none" for r in spec.layer_ropes] != [(i + 1) % _SMOLLM3_INTERVAL == 0 for i in range(spec.num_layers)]:
+        return f"llama.cpp's SmolLM3 has no rotary embedding in every {_SMOLLM3_INTERVAL}th layer, and this model in others"
+    return None
+
+
 def add_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
     """Write sizes, norms, windows and rotary embedding of a model without `metadata_problem`."""
     writer.add_vocab_size(spec.vocab_size)
@@ -92,6 +101,11 @@ def add_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
     if spec.family == "gemma3_text":
         writer.add_sliding_window(max(spec.layer_windows))
         writer.add_rope_freq_base_swa(_GEMMA3_LOCAL_THETA)
+    if spec.family == "granite":
+        writer.add_attention_scale(spec.attention_scale)
+        writer.add_embedding_scale(spec.embedding_scale)
+        writer.add_residual_scale(spec.residual_scale)
+        writer.add_logit_scale(1.0 / spec.logits_scale)
 
 
 def rope_factors(spec: ModelSpec) -> np.ndarray | None:
@@ -110,11 +124,12 @@ def rope_factors(spec: ModelSpec) -> np.ndarray | None:
 
 
 def _global_rope(spec: ModelSpec) -> RopeSpec:
-    return next((r for r, window in zip(spec.layer_ropes, spec.layer_windows, strict=True) if window == 0), spec.layer_ropes[-1])
+    rotated = [(r, window) for r, window in zip(spec.layer_ropes, spec.layer_windows, strict=True) if r.kind != "none"]
+    return next((r for r, window in rotated if window == 0), rotated[-1][0] if rotated else NO_ROPE)
 
 
 def _context(spec: ModelSpec) -> int:
-    """The context in which llama.cpp computes what the model means: it has no sliding window but Gemma's, so others are capped at theirs."""
+    """The context in which llama.cpp computes what the model means: it has no sliding window but Gemma 3's, so others are capped at theirs."""
     windows = [w for w in spec.layer_windows if w > 0]
     return spec.max_positions if spec.family == "gemma3_text" or not windows else min(spec.max_positions, *windows)
 

@@ -50,11 +50,15 @@ def outputs(graph: Graph, spec: ModelSpec, logits: str, compute: torch.dtype) ->
 def decoder(graph: Graph, spec: ModelSpec, linears: Linears, parts: Parts) -> str:
     """Tokens -> logits; returns the logits' name."""
     x = linears.embed("input_ids")
-    if spec.embedding_scale != 1.0:
-        x = graph.op("Mul", x, graph.constant(spec.embedding_scale, TYPES[linears.compute]), name="/model/embed_tokens/Mul")
+    x = _scaled(graph, x, spec.embedding_scale, TYPES[linears.compute], "/model/embed_tokens/Mul")
     for i in range(spec.num_layers):
         x = _layer(graph, spec, linears, parts, x, i)
-    return linears.head(parts.norm(x, "model.norm", "/model/norm"))
+    logits = linears.head(parts.norm(x, "model.norm", "/model/norm"))
+    return _scaled(graph, logits, spec.logits_scale, TensorProto.FLOAT, "/lm_head/Scale")
+
+
+def _scaled(graph: Graph, x: str, scale: float, kind: int, name: str) -> str:
+    return x if scale == 1.0 else graph.op("Mul", x, graph.constant(scale, kind), name=name)
 
 
 def _layer(graph: Graph, spec: ModelSpec, linears: Linears, parts: Parts, x: str, index: int) -> str:
@@ -64,12 +68,12 @@ def _layer(graph: Graph, spec: ModelSpec, linears: Linears, parts: Parts, x: str
     a = linears(parts.attention(q, k, v, index, f"{name}/self_attn"), f"{module}.self_attn.o_proj")
     if spec.post_norms:
         a = parts.norm(a, f"{module}.post_attention_layernorm", f"{name}/post_attention_layernorm")
-    x = graph.op("Add", x, a, name=f"{name}/self_attn/Add")
+    x = graph.op("Add", x, _scaled(graph, a, spec.residual_scale, TYPES[linears.compute], f"{name}/self_attn/Scale"), name=f"{name}/self_attn/Add")
     before = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
     m = _mlp(graph, spec, linears, parts.norm(x, f"{module}.{before}", f"{name}/{before}"), module, name)
     if spec.post_norms:
         m = parts.norm(m, f"{module}.post_feedforward_layernorm", f"{name}/post_feedforward_layernorm")
-    return graph.op("Add", x, m, name=f"{name}/mlp/Add")
+    return graph.op("Add", x, _scaled(graph, m, spec.residual_scale, TYPES[linears.compute], f"{name}/mlp/Scale"), name=f"{name}/mlp/Add")
 
 
 def _mlp(graph: Graph, spec: ModelSpec, linears: Linears, x: str, module: str, name: str) -> str:

@@ -6,6 +6,7 @@ import math
 import re
 import reprlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,13 @@ from qforge.errors import ModelError, last_line
 from qforge.models.gguf_header import GgufHeader
 
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}
+FAMILIES |= {"gemma": "gemma", "smollm3": "smollm3", "granite": "granite"}
 _MIXTURES = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # the families of architectures that may have experts
 _MOST_EXPERTS = 4096
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
 _ARCHITECTURES |= {"qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM"}
+_ARCHITECTURES |= {"gemma": "GemmaForCausalLM", "smollm3": "SmolLM3ForCausalLM", "granite": "GraniteForCausalLM"}
+_MLP_BIAS = ("llama", "granite")
 _GEMMA3_PERIOD = 6  # every sixth layer attends to everything (Gemma 3 report, section 2)
 _GEMMA3_27B_LAYERS = 62  # the one size that scales queries by hidden / heads instead of the head's width
 
@@ -42,6 +46,7 @@ def gguf_config(header: GgufHeader) -> PretrainedConfig:
     family = _MIXTURES[architecture] if experts else FAMILIES[architecture]
     values = _sizes(header, get, family) | (_experts(get, family, experts) if experts else {})
     values |= _gemma3(header, get, values) if family == "gemma3_text" else {"rope_parameters": _rope(header, get, values["head_dim"])}
+    values |= _granite(header.path, get, values["head_dim"]) if family == "granite" else {}
     try:
         return CONFIG_MAPPING[family].from_dict({"model_type": family, "architectures": [_ARCHITECTURES[family]], **values, **_tokens(header, values["vocab_size"])})
     except Exception as e:  # transformers' validators raise many kinds
@@ -96,7 +101,7 @@ def _sizes(header: GgufHeader, get: _Keys, family: str) -> dict[str, Any]:
     }
     if family != "qwen2":  # whose q, k and v always have a bias
         values["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
-    if family == "llama":
+    if family in _MLP_BIAS:
         values["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
     return values
 
@@ -183,6 +188,20 @@ def _divisor(frequency: float, p: Mapping[str, Any]) -> float:
         return float(factor)
     smooth = (original / wavelength - low) / (high - low)
     return float(1.0 / ((1 - smooth) / factor + smooth))
+
+
+def _granite(path: Path, get: _Keys, head_dim: int) -> dict[str, Any]:
+    """Granite's multipliers; where one is missing or 0, llama.cpp multiplies by nothing, and scores by what is usual."""
+
+    def scale(key: str, default: float) -> float:
+        return float(get.number(key, default, float)) if get.optional(key, 0) else default
+
+    if get.optional("rope.scaling.finetuned", True) is False:
+        raise ModelError(f"{path}: its metadata say that it has no rotary embedding (granite.rope.scaling.finetuned); this is not available")
+    return {
+        "attention_multiplier": scale("attention.scale", head_dim**-0.5), "embedding_multiplier": scale("embedding_scale", 1.0),
+        "residual_multiplier": scale("residual_scale", 1.0), "logits_scaling": get.required("logit_scale", float),
+    }  # fmt: skip
 
 
 def _gemma3(header: GgufHeader, get: _Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Tensor names: what Hugging Face calls a tensor, what GGUF calls it, and which rows or values the two store differently.
 
-The names themselves are the gguf package's (`TensorNameMap`, llama.cpp's converter); this file says which modules a family has, that llama.cpp's
-`llama` architecture wants the rows of q and k in interleaved rotary order, and that it stores Gemma's norms as 1 + weight.
+The names themselves are the gguf package's (`TensorNameMap`, llama.cpp's converter); this file says which modules a family has, that some of
+llama.cpp's architectures want the rows of q and k in interleaved rotary order, and that it stores Gemma's norms as 1 + weight.
 GGUF stacks the matrices of a layer's experts in one tensor `[experts, O, I]`; here, each of them has a name of its own: `blk.0.ffn_up_exps.weight#3`.
 """
 
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 # Hugging Face model_type -> GGUF `general.architecture`
 GGUF_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "mixtral": "llama"}
+GGUF_ARCHITECTURES |= {"gemma": "gemma", "smollm3": "smollm3", "granite": "granite"}
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 JOINT = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # linears that vLLM multiplies as one, and its name for that
 _OUTER = (EMBEDDING, "model.norm", HEAD)
+_PERMUTED, _OFFSET = ("llama", "smollm3", "granite"), ("gemma", "gemma3")  # architectures
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
 _MLP = tuple(f"mlp.{part}" for part in _MLP_PARTS)
@@ -57,6 +59,8 @@ def gguf_names(config: PretrainedConfig) -> dict[str, str]:
     names = {}
     for module in (*_OUTER, *(f"model.layers.{i}.{m}" for i in range(config.num_hidden_layers) for m in _block_modules(config.model_type))):
         found = lookup.get_name(module)
+        if found is None and module == HEAD:
+            continue  # an architecture whose head is always the embedding
         assert found is not None, module
         for suffix in (".weight", ".bias"):
             names[module + suffix] = found + suffix
@@ -109,7 +113,7 @@ def mlps(model_type: str, experts: int | None) -> list[tuple[str, ...]]:
 
 def gguf_permutes(model_type: str) -> bool:
     """Whether GGUF stores the rows of q and k of this family in interleaved rotary order (`permute_rows`)."""
-    return gguf_architecture(model_type) == "llama"
+    return gguf_architecture(model_type) in _PERMUTED
 
 
 def permuted_heads(name: str, num_heads: int, num_kv_heads: int) -> int | None:
@@ -131,4 +135,4 @@ def unpermute_rows(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 def gguf_norm_offset(model_type: str, name: str) -> float:
     """What GGUF adds to a Hugging Face tensor when it stores it: 1 for Gemma's norms (whose modules multiply by 1 + weight), else 0."""
-    return 1.0 if gguf_architecture(model_type) == "gemma3" and name.endswith("norm.weight") else 0.0
+    return 1.0 if gguf_architecture(model_type) in _OFFSET and name.endswith("norm.weight") else 0.0

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from qforge.errors import ModelError
-from qforge.types import ExpertsSpec, ModelSpec, RopeSpec
+from qforge.types import NO_ROPE, ExpertsSpec, ModelSpec, RopeSpec
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral")
-_ONE_KIND = ("llama", "mistral", "qwen3_moe", "mixtral")  # of layers
+# What each family is, whatever its config says. The tests hold greedy tokens and logits of all of them against transformers.
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {"qk_norm": True}, "gemma3_text": {"qk_norm": True, "post_norms": True, "norm_offset": 1.0},
+    "qwen3_moe": {"qk_norm": True}, "mixtral": {}, "gemma": {"norm_offset": 1.0}, "smollm3": {}, "granite": {},
+}  # fmt: skip
+_NO_WINDOW = ("llama", "gemma", "granite")  # whatever their config says
+_ONE_WINDOW = ("mistral", "qwen3_moe", "mixtral")  # in all layers, if any
 _ROPES = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
 }
+_GRANITE_SCALES = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")  # above 0
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
@@ -25,18 +32,17 @@ def model_spec(config: PretrainedConfig) -> ModelSpec | None:
     """The model as data, or None when its family, rotary scaling, activation or attention is none that a ModelSpec can say.
 
     Raises:
-        ModelError: layers have a window, and the config does not say how wide it is.
+        ModelError: layers have a window, and the config does not say how wide it is, or it does not say of all layers whether they rotate.
     """
     family = config.model_type
     if family not in FAMILIES or _has_unsayable_parts(config):
         return None
     kinds = _layer_kinds(config)
-    ropes = [_rope(_parameters(config, kind)) for kind in kinds]
+    ropes = _ropes(config, kinds)
     if any(r is None for r in ropes):
         return None
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    gemma = family == "gemma3_text"
     bias = bool(getattr(config, "attention_bias", False))
     return ModelSpec(
         family=family,
@@ -53,16 +59,24 @@ def model_spec(config: PretrainedConfig) -> ModelSpec | None:
         tied_head=bool(config.tie_word_embeddings),
         layer_windows=tuple(_window(config, kind) for kind in kinds),
         layer_ropes=tuple(r for r in ropes if r is not None),
-        attention_scale=float(config.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
         attention_bias=True if family == "qwen2" else bias,
         output_bias=bias and family != "qwen2",
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
-        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
-        post_norms=gemma,
-        norm_offset=1.0 if gemma else 0.0,
-        embedding_scale=float(config.hidden_size) ** 0.5 if gemma else 1.0,
+        **FAMILIES[family],
+        **_scales(config, head_dim),
         experts=_experts(config),
     )
+
+
+def _scales(config: PretrainedConfig, head_dim: int) -> dict[str, Any]:
+    """What a family multiplies scores, embeddings, branches and logits by."""
+    if config.model_type == "granite":
+        return {
+            "attention_scale": float(config.attention_multiplier), "embedding_scale": float(config.embedding_multiplier),
+            "residual_scale": float(config.residual_multiplier), "logits_scale": 1.0 / config.logits_scaling,
+        }  # fmt: skip
+    scales = {"attention_scale": float(config.query_pre_attn_scalar if config.model_type == "gemma3_text" else head_dim) ** -0.5}
+    return scales | {"embedding_scale": float(config.hidden_size) ** 0.5} if config.model_type in ("gemma", "gemma3_text") else scales
 
 
 def _experts(config: PretrainedConfig) -> ExpertsSpec | None:
@@ -77,21 +91,21 @@ def _experts(config: PretrainedConfig) -> ExpertsSpec | None:
 
 
 def _activation(config: PretrainedConfig) -> str:
-    name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "")
-    return str(name)
+    return str(config.hidden_activation if config.model_type == "gemma3_text" else config.hidden_act)
 
 
 def _has_unsayable_parts(config: PretrainedConfig) -> bool:
     soft_capped = getattr(config, "final_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None)
-    return bool(_activation(config) not in _ACTIVATIONS or soft_capped or getattr(config, "use_bidirectional_attention", False))
+    scaled = all(math.isfinite(s) and s > 0 for s in (getattr(config, name) for name in _GRANITE_SCALES)) if config.model_type == "granite" else True
+    return bool(_activation(config) not in _ACTIVATIONS or soft_capped or not scaled or getattr(config, "use_bidirectional_attention", False))
 
 
 def _layer_kinds(config: PretrainedConfig) -> list[str]:
-    """As transformers' code of each family reads the config: Llama's has no window whatever it says, those that have one have it in all layers, the others' layers have kinds."""
-    if config.model_type in _ONE_KIND:
-        sliding = config.model_type != "llama" and getattr(config, "sliding_window", None) is not None
-        return ["sliding_attention" if sliding else "full_attention"] * int(config.num_hidden_layers)
-    return list(config.layer_types)
+    """As transformers' code of each family reads the config: a family has no window, or one in all layers, or kinds of layers."""
+    if config.model_type not in _NO_WINDOW + _ONE_WINDOW:
+        return list(config.layer_types)
+    sliding = config.model_type in _ONE_WINDOW and getattr(config, "sliding_window", None) is not None
+    return ["sliding_attention" if sliding else "full_attention"] * int(config.num_hidden_layers)
 
 
 def _window(config: PretrainedConfig, kind: str) -> int:
@@ -108,6 +122,14 @@ def _parameters(config: PretrainedConfig, kind: str) -> Mapping[str, Any]:
     parameters: Mapping[str, Any] = config.rope_parameters
     nested = parameters.get(kind)
     return nested if isinstance(nested, Mapping) else parameters
+
+
+def _ropes(config: PretrainedConfig, kinds: list[str]) -> list[RopeSpec | None]:
+    """Per layer; SmolLM3 says for each whether it has one."""
+    rotated = config.no_rope_layers if config.model_type == "smollm3" else [1] * len(kinds)
+    if len(rotated) < len(kinds):
+        raise ModelError(f"config.json: no_rope_layers tells of {len(rotated)} layers, and the model has {len(kinds)}")
+    return [_rope(_parameters(config, kind)) if here else NO_ROPE for kind, here in zip(kinds, rotated, strict=False)]
 
 
 def _rope(parameters: Mapping[str, Any]) -> RopeSpec | None:

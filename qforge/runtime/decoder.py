@@ -1,4 +1,4 @@
-"""One decoder for all families that a ModelSpec can describe: which these are, and the decoder in plain PyTorch.
+"""One decoder for all families that a ModelSpec can describe, in plain PyTorch.
 
 This one is the reference, and what runs where the native module is missing; `native_decoder` computes the same in one call a step.
 Letters: T tokens of a step, L rows whose logits are wanted, V vocabulary, W hidden width.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from qforge.models.spec import FAMILIES
 from qforge.ops.layers import Batch, LayerCache, TorchLayers
 from qforge.runtime import rope
 from qforge.runtime.rope_table import RopeTable
@@ -17,18 +18,12 @@ from qforge.runtime.step import StepInput
 from qforge.runtime.weights import Layer, Mlp, Weights
 from qforge.types import ModelSpec
 
-# Families whose greedy tokens and logits the tests hold against transformers.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral")
-
 
 def supports(spec: ModelSpec | None) -> str | None:
     """None if the decoder runs such a model; otherwise the reason why not."""
-    listed = ", ".join(FAMILIES)
     if spec is None:
         known = f"silu or gelu_pytorch_tanh; rope {' or '.join(rope.KINDS)}; no soft-capping"
-        return f"the built-in runtime does not list this family, or not its activation, rotary scaling or attention (it lists {listed}: {known})"
-    if spec.family not in FAMILIES:
-        return f"the built-in runtime does not list the family {spec.family!r} (it lists {listed})"
+        return f"the built-in runtime does not list this family, or not its activation, rotary scaling or attention (it lists {', '.join(FAMILIES)}: {known})"
     if spec.head_dim % 2:
         return f"its head size {spec.head_dim} is odd"
     return next((reason for r in spec.layer_ropes if (reason := rope.supports(r)) is not None), None)

@@ -29,10 +29,24 @@ def read(model: Model, place: Place | None = None) -> Weights:
     reason = supports(model.spec)
     if reason is not None or model.spec is None:
         raise NotOnRuntimeError(f"'{model.source}' cannot run on the built-in runtime: {reason}; generate and eval take transformers for it")
-    spec = with_kv_scales(model, model.spec)
+    spec = with_kv_scales(model, with_plain_sums(model.spec))
     reader = Reader(model, spec, place or Host())
     layers = [reader.layer(i) for i in range(spec.num_layers)]
-    return Weights(spec, layers, reader.norm("model.norm"), reader.head())
+    return Weights(spec, layers, reader.last_norm(), reader.head())
+
+
+def with_plain_sums(spec: ModelSpec) -> ModelSpec:
+    """The same model with residual_scale 1, so that no decoder needs to know of one: its residual stream is 1 / residual_scale times as large, from the embedding on.
+
+    Norms take that out again (x / c / sqrt(mean(x^2) / c^2 + epsilon / c^2)), and nothing else reads the stream. Norms of queries, keys and branches would need an
+    epsilon of their own.
+    """
+    scale = spec.residual_scale
+    if scale == 1.0:
+        return spec
+    assert not spec.qk_norm
+    assert not spec.post_norms
+    return replace(spec, residual_scale=1.0, embedding_scale=spec.embedding_scale / scale, norm_eps=spec.norm_eps / scale**2)
 
 
 def with_kv_scales(model: Model, spec: ModelSpec) -> ModelSpec:
@@ -85,6 +99,10 @@ class Reader:
         """A norm's weight, fp32, with the family's offset."""
         return self._place.norm(self._model.weights.read(f"{name}.weight").float() + self._spec.norm_offset)
 
+    def last_norm(self) -> torch.Tensor:
+        """The weight of the norm before the output head, times what logits are multiplied by."""
+        return self.norm("model.norm") * self._spec.logits_scale
+
     def head(self) -> Head:
         """Embedding and output head; one copy where the model ties them, be it of codes."""
         embedding, head = self._ends()
@@ -96,10 +114,16 @@ class Reader:
     def _ends(self) -> tuple[Weight, Weight | None]:
         """Embedding and output head, None for one that is the embedding."""
         if shared_table(self._model, self._model.schemes) is not None:
-            return self._model.linear(names.HEAD), None
+            return self._scaled_like_norm(self._model.linear(names.HEAD)), None
         table = Dense(self._model.weights.read("model.embed_tokens.weight"))
         untied = names.HEAD in self._model.schemes or (not self._spec.tied_head and f"{names.HEAD}.weight" in self._names)
-        return table, self._whole(names.HEAD) if untied else None
+        return table, self._scaled_like_norm(self._whole(names.HEAD)) if untied else None
+
+    def _scaled_like_norm(self, head: Weight) -> Weight:
+        """A head whose inputs are rounded with a stored scale: these are `last_norm`'s, and so is the scale."""
+        if isinstance(head, Dense) or head.input_scale is None or self._spec.logits_scale == 1.0:
+            return head
+        return replace(head, input_scale=head.input_scale * self._spec.logits_scale)
 
     def _linear(self, name: str) -> Linear:
         return self._place.linear(self._weight(name))

@@ -9,7 +9,7 @@ import torch
 from qforge.errors import ModelError
 from qforge.types import RopeSpec
 
-KINDS = ("default", "linear", "llama3")
+KINDS = ("default", "linear", "llama3", "none")
 
 
 def supports(rope: RopeSpec) -> str | None:
@@ -30,7 +30,9 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
 
 
 def _scaled(rope: RopeSpec, head_dim: int) -> torch.Tensor:
-    """llama3: Llama 3.1's piecewise scaling by wavelength."""
+    """llama3: Llama 3.1's piecewise scaling by wavelength. none: no angle at any position, so that the rotation leaves all as it is."""
+    if rope.kind == "none":
+        return torch.zeros(head_dim // 2)
     inverse = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     parameters = dict(rope.parameters)
     if rope.kind == "linear":

@@ -14,7 +14,7 @@ from qforge.models.model import Model
 from qforge.models.names import HEAD
 from qforge.runtime.decoder import supports
 from qforge.runtime.linears import Dense, Linear, Part, Product, Weight
-from qforge.runtime.loader import Reader, with_kv_scales
+from qforge.runtime.loader import Reader, with_kv_scales, with_plain_sums
 from qforge.runtime.places import Place
 from qforge.runtime.shares import Share, of_inputs, of_outputs, of_spec
 from qforge.runtime.weights import Head, Weights
@@ -33,9 +33,9 @@ def read_share(model: Model, place: Place, share: Share) -> Weights:
     reason = supports(model.spec)
     if reason is not None or model.spec is None:
         raise UnsupportedError(f"'{model.source}' cannot run on the built-in runtime: {reason}")
-    spec = of_spec(with_kv_scales(model, model.spec), share)
+    spec = of_spec(with_kv_scales(model, with_plain_sums(model.spec)), share)
     reader = _SharedReader(model, spec, place, share)
-    return Weights(spec, [reader.layer(i) for i in range(spec.num_layers)], reader.norm("model.norm"), reader.head())
+    return Weights(spec, [reader.layer(i) for i in range(spec.num_layers)], reader.last_norm(), reader.head())
 
 
 class _SharedReader(Reader):

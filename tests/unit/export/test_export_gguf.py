@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import gguf
 import numpy as np
@@ -25,7 +25,10 @@ from qforge.types import RopeSpec
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
-FAMILIES = {"llama": {}, "mistral": {"sliding_window": 64}, "qwen2": {}, "qwen3": {}, "gemma3_text": {"layers": 7, "sliding_window": 32, "query_pre_attn_scalar": 16}}
+FAMILIES = {
+    "llama": {}, "mistral": {"sliding_window": 64}, "qwen2": {}, "qwen3": {}, "gemma3_text": {"layers": 7, "sliding_window": 32, "query_pre_attn_scalar": 16},
+    "gemma": {"head_dim": 32}, "smollm3": {"layers": 5}, "granite": tiny.GRANITE,
+}  # fmt: skip
 FAMILIES |= {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True},
@@ -69,10 +72,25 @@ def test_one_zero_point_for_256_inputs_is_a_q4_k_and_comes_back(tmp_path, text):
 @pytest.mark.parametrize("tied", [True, False])
 def test_families(tmp_path, family, dtype, tied):
     model = quantized(opened(tmp_path, family, dtype, tied=tied), "int4-g32-sym", overrides={"down_proj": "int8-g64-sym"}, ignore=("o_proj",))
+    if family == "gemma" and not tied:
+        assert GgufExporter().check(model) == "llama.cpp's gemma has no tensor for lm_head.weight"
+        return
     (path,) = GgufExporter().write(model, tmp_path / "out")
     found = verify_gguf_weights(path, model)
     assert found.weights_equal, found.note
     assert ("output.weight" in {t.name for t in gguf.GGUFReader(path).tensors}) is not tied
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mistral"])
+def test_a_file_reads_back_as_the_model_that_it_was_made_of(tmp_path, family):
+    model = opened(tmp_path, family)
+    (path,) = GgufExporter("f32").write(model, tmp_path / "out")
+    back = open_model(str(path))
+    assert model.spec.family == back.spec.family
+    for part, value in asdict(model.spec).items():
+        assert asdict(back.spec)[part] == (pytest.approx(value, rel=1e-7) if isinstance(value, float) else value), part
+    for name in model.weights.names():
+        torch.testing.assert_close(back.weights.read(name), model.weights.read(name), rtol=0, atol=2e-7 if "norm" in name else 0)
 
 
 @pytest.mark.parametrize("text", ["int4-g32-sym", "int4-g48-asym"])
@@ -142,6 +160,12 @@ def test_metadata(tmp_path):
     assert found["tokenizer.ggml.add_bos_token"] is False
     assert "<|im_start|>" in found["tokenizer.chat_template"]
     assert not any(str(tmp_path) in str(v) for v in found.values())
+
+
+@pytest.mark.parametrize(("options", "context"), [({}, 256), ({"use_sliding_window": True, "sliding_window": 40}, 40)])
+def test_a_context_ends_where_a_window_would_begin_to_slide(tmp_path, options, context):
+    (path,) = GgufExporter("f32").write(opened(tmp_path, "smollm3", **options), tmp_path / "out")
+    assert fields(path)["smollm3.context_length"] == context
 
 
 def test_a_second_end_token_is_the_end_of_a_turn(tmp_path):
@@ -250,6 +274,13 @@ def test_what_llama_cpp_cannot_be_told(tmp_path):
         ("gemma3_text", {"hidden_activation": "silu"}, "hidden_act"),
         ("qwen3", {"attention_bias": True}, "attention_bias"),
         ("gemma3_text", {"attention_bias": True}, "attention_bias"),
+        ("gemma", {"hidden_act": "silu"}, "hidden_act"),
+        ("gemma", {"attention_bias": True}, "attention_bias"),
+        ("smollm3", {"attention_bias": True}, "attention_bias"),
+        ("smollm3", {"mlp_bias": True}, "mlp_bias"),
+        ("smollm3", {"rope_parameters": LLAMA3}, "llama3"),
+        ("smollm3", {"no_rope_layer_interval": 3}, "every 4th layer"),
+        ("smollm3", {"no_rope_layers": [0] * 5}, "every 4th layer"),
         ("qwen2", {"rope_parameters": LLAMA3}, "llama3"),
         ("qwen3", {"rope_parameters": LLAMA3}, "llama3"),
         ("gemma3_text", {"rope_parameters": {"full_attention": LLAMA3, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}, "llama3"),
@@ -259,7 +290,7 @@ def test_what_llama_cpp_cannot_be_told(tmp_path):
     ids=str,
 )
 def test_what_llama_cpp_would_compute_otherwise(tmp_path, family, options, reason):
-    """llama.cpp takes the first four and the last two and computes something else; the rest it refuses when it loads them."""
+    """llama.cpp takes some and computes something else (other activations, layers without rotation, betas); the rest it refuses when it loads them."""
     model = opened(tmp_path, family, **options)
     assert reason in GgufExporter("f32").check(model)
     assert reason in exporter("gguf", "q4_k_m").check(quantized(model))

@@ -35,9 +35,15 @@ CASES = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "gemma3": ("gemma3_text", {"layers": 7, "sliding_window": 32, "query_pre_attn_scalar": 16}),
+    "gemma": ("gemma", {"head_dim": 32}),
+    "smollm3": ("smollm3", {"layers": 5}),
+    "smollm3 with windows": ("smollm3", {"layers": 5, "use_sliding_window": True, "sliding_window": 64}),
+    "granite": ("granite", tiny.GRANITE),
+    "granite with biases": ("granite", tiny.GRANITE | {"hidden": 256, "heads": 4, "tied": False, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3 moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True}),
 }
+GELU = ("gemma", "gemma3_text")  # ggml's is a table in fp16
 pytestmark = pytest.mark.slow
 
 
@@ -51,19 +57,21 @@ def test_the_f32_twin_agrees(tmp_path, case):
     family, options = CASES[case]
     model = quantized(open_model(str(tiny.make(tmp_path / "source", family, **{"layers": 2, **options}))))
     (path,) = GgufExporter("f32").write(model, tmp_path / "out")
-    given = prompts(model.config.vocab_size, (3, 20, 60) if case == "mistral" else (3, 60, 150))
+    given = prompts(model.config.vocab_size, (3, 20, 60) if "sliding_window" in options and family != "gemma3_text" else (3, 60, 150))
     engine = llama_cpp.LlamaCppEngine(path)
     theirs = next_token_logprobs(engine, given)
     ours = next_token_logprobs(TransformersEngine(model), given)
     assert "xllamacpp" in engine.version
-    assert (theirs - ours).abs().max() < (5e-3 if family == "gemma3_text" else 1e-4)  # ggml's GELU is a table in fp16
+    assert (theirs - ours).abs().max() < (5e-3 if family in GELU else 1e-4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3 moe"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma", "smollm3", "granite", "mixtral", "qwen3 moe"])
 def test_every_family_passes_the_rows_of_a_real_model(tmp_path, family, tied):
     """The weights that llama.cpp's C code makes of the integers are ours, and what it computes of the same weights in fp32 is what transformers computes."""
     name, options = CASES[family]
+    if family == "gemma" and not tied:
+        pytest.skip("its head is always the embedding")
     source = open_model(str(tiny.make(tmp_path / "source", name, **{"layers": 2, "tied": tied, "dtype": torch.bfloat16, **options})))
     model = quantized(source, overrides={"down_proj": "int8-g64-sym", "w2": "int8-g64-sym"})
     rounded = 0.05 if model.spec.experts is None else 0.1  # of 6 positions, one may go to another expert where activations are rounded

@@ -10,6 +10,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,11 @@ def write(path: Path, base: Path, *, extra: Callable[[gguf.GGUFWriter], None] = 
     w.add_layer_norm_rms_eps(config.rms_norm_eps)
     if arch == "gemma3":
         w.add_sliding_window(config.sliding_window)
+    if arch == "granite":
+        w.add_attention_scale(config.attention_multiplier)
+        w.add_embedding_scale(config.embedding_multiplier)
+        w.add_residual_scale(config.residual_multiplier)
+        w.add_logit_scale(config.logits_scaling)
     w.add_rope_freq_base(12345.0)
     add_tokenizer(w, base)
     extra(w)
@@ -64,10 +70,10 @@ def write(path: Path, base: Path, *, extra: Callable[[gguf.GGUFWriter], None] = 
     for ours, theirs in names.gguf_names(config).items():
         if ours in state and not (ours == "lm_head.weight" and config.tie_word_embeddings):
             value = state[ours]
-            if arch == "llama" and ("q_proj" in ours or "k_proj" in ours):
+            if arch in ("llama", "smollm3", "granite") and ("q_proj" in ours or "k_proj" in ours):
                 heads = config.num_attention_heads if "q_proj" in ours else config.num_key_value_heads
                 value = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
-            if arch == "gemma3" and "norm" in ours:
+            if arch in ("gemma", "gemma3") and "norm" in ours:
                 value = value + 1
             kind = "F32" if only_f32 else BLOCKS.get(theirs.split(".")[-2], "F32")
             w.add_tensor(theirs, gguf.quants.quantize(value.numpy(), gguf.GGMLQuantizationType[kind]), raw_dtype=gguf.GGMLQuantizationType[kind])
@@ -108,7 +114,9 @@ def add_tokenizer(w: gguf.GGUFWriter, base: Path) -> None:
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("gguf")
     untied = {"llama": True, "qwen2": False}
-    return {f: tiny.make(root / f, f, seed=4, layers=2, tied=untied.get(f, True)) for f in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")}
+    plain = {f: tiny.make(root / f, f, seed=4, layers=2, tied=untied.get(f, True)) for f in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma")}
+    scales = {"embedding_multiplier": 6.0, "attention_multiplier": 0.25, "residual_multiplier": 0.375, "logits_scaling": 5.0, "mlp_bias": True}
+    return plain | {"smollm3": tiny.make(root / "smollm3", "smollm3", seed=4, layers=5), "granite": tiny.make(root / "granite", "granite", seed=4, layers=2, **scales)}
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
@@ -184,7 +192,7 @@ def test_a_head_that_is_the_embedding_is_quantized_as_that_is(bases: dict[str, P
         assert torch.equal(numerics.dequantize(model.linear("lm_head")).half(), stored)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "gemma", "smollm3", "granite"])
 def test_an_f32_file_computes_what_its_model_computes(bases: dict[str, Path], tmp_path: Path, family: str) -> None:
     write(tmp_path / "m.gguf", bases[family], only_f32=True)
     model = open_model("m.gguf", folder=tmp_path)
@@ -199,10 +207,31 @@ def test_an_f32_file_computes_what_its_model_computes(bases: dict[str, Path], tm
     assert model.spec is not None
     assert model.spec.head_dim == 16
     assert model.spec.attention_bias == (family == "qwen2")
+    source = open_model(str(bases[family])).spec
+    assert source is not None
+    ropes = tuple(r if r.kind == "none" else replace(r, theta=12345.0) for r in source.layer_ropes)
+    if family != "gemma3_text":  # whose file says less than its config
+        assert model.spec == replace(source, layer_ropes=ropes, norm_eps=model.spec.norm_eps)
+        assert model.spec.norm_eps == pytest.approx(source.norm_eps)
     text = "The miller, 12 sacks.\n\nEnd"
     assert model.tokenizer().encode(text) == AutoTokenizer.from_pretrained(bases[family]).encode(text)
     assert model.tokenizer().get_vocab() == AutoTokenizer.from_pretrained(bases[family]).get_vocab()
     assert model.tokenizer().chat_template == AutoTokenizer.from_pretrained(bases[family]).chat_template
+
+
+def test_multipliers_that_a_granite_file_leaves_out_are_those_of_llama_cpp(bases: dict[str, Path], tmp_path: Path) -> None:
+    header = read_gguf_header(write(tmp_path / "m.gguf", bases["granite"]))
+    header.metadata["granite.embedding_scale"] = 0.0
+    for key in ("attention.scale", "residual_scale"):
+        del header.metadata[f"granite.{key}"]
+    config = gguf_config(header)
+    assert (config.attention_multiplier, config.embedding_multiplier, config.residual_multiplier, config.logits_scaling) == (0.25, 1.0, 1.0, 5.0)
+    del header.metadata["granite.logit_scale"]
+    with pytest.raises(ModelError, match=r"None for granite\.logit_scale, where one positive number"):
+        gguf_config(header)
+    header.metadata.update({"granite.logit_scale": 5.0, "granite.rope.scaling.finetuned": False})
+    with pytest.raises(ModelError, match="no rotary embedding"):
+        gguf_config(header)
 
 
 def test_templates_that_have_names_come_along(bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def test_every_tensor_has_one_name(tmp_path: Path, family: str) -> None:
     found = names.gguf_names(model.config)
     assert set(model.weights.names()) <= set(found)
     assert len(set(found.values())) == len(found)
-    assert names.gguf_permutes(family) == (family in ("llama", "mistral", "mixtral"))
+    assert names.gguf_permutes(family) == (family in ("llama", "mistral", "mixtral", "smollm3", "granite"))
 
 
 def test_what_is_permuted_and_offset() -> None:
@@ -43,6 +43,7 @@ def test_what_is_permuted_and_offset() -> None:
     assert names.gguf_norm_offset("gemma3_text", "model.layers.0.input_layernorm.weight") == 1.0
     assert names.gguf_norm_offset("gemma3_text", "model.norm.weight") == 1.0
     assert names.gguf_norm_offset("gemma3_text", "model.layers.0.mlp.up_proj.weight") == 0.0
+    assert names.gguf_norm_offset("gemma", "model.norm.weight") == 1.0
     assert names.gguf_norm_offset("llama", "model.norm.weight") == 0.0
 
 

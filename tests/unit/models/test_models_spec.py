@@ -88,6 +88,33 @@ def test_gemma3_alternates_windows_and_ropes() -> None:
     assert (spec.qk_norm, spec.post_norms, spec.hidden_act) == (True, True, "gelu_pytorch_tanh")
 
 
+def test_gemma_is_gemma3_without_its_norms_between() -> None:
+    spec = model_spec(config("gemma", head_dim=16, hidden_act="gelu", hidden_activation="silu", sliding_window=8))
+    assert spec is not None
+    assert (spec.hidden_act, spec.head_dim, spec.attention_scale, spec.norm_offset, spec.embedding_scale) == ("gelu_pytorch_tanh", 16, 0.25, 1.0, 32**0.5)
+    assert (spec.qk_norm, spec.post_norms, spec.layer_windows) == (False, False, (0,) * 6)
+
+
+def test_smollm3_rotates_where_it_says_so() -> None:
+    plain, windows = model_spec(config("smollm3")), model_spec(config("smollm3", no_rope_layer_interval=3, use_sliding_window=True, sliding_window=16))
+    assert plain is not None
+    assert windows is not None
+    assert [r.kind for r in plain.layer_ropes] == ["default"] * 3 + ["none"] + ["default"] * 2
+    assert [r.kind for r in windows.layer_ropes] == ["default", "default", "none"] * 2
+    assert (plain.layer_windows, windows.layer_windows) == ((0,) * 6, (0, 0, 16) * 2)
+    with pytest.raises(ModelError, match="no_rope_layers tells of 2 layers, and the model has 6"):
+        model_spec(config("smollm3", no_rope_layers=[1, 0], layer_types=["full_attention"] * 6))
+
+
+def test_granites_multipliers_are_nobody_elses() -> None:
+    scales = {"embedding_multiplier": 12, "attention_multiplier": 0.015625, "residual_multiplier": 0.22, "logits_scaling": 16}
+    spec, llama = model_spec(config("granite", **scales)), model_spec(config("llama", **scales))
+    assert spec is not None
+    assert llama is not None
+    assert (spec.embedding_scale, spec.attention_scale, spec.residual_scale, spec.logits_scale) == (12.0, 0.015625, 0.22, 0.0625)
+    assert (llama.embedding_scale, llama.attention_scale, llama.residual_scale, llama.logits_scale) == (1.0, 8**-0.5, 1.0, 1.0)
+
+
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -98,6 +125,10 @@ def test_gemma3_alternates_windows_and_ropes() -> None:
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
         ("gemma3_text", {"final_logit_softcapping": 30.0}),
         ("gemma3_text", {"use_bidirectional_attention": True}),
+        ("gemma", {"use_bidirectional_attention": True}),
+        ("granite", {"residual_multiplier": 0.0}),
+        ("granite", {"attention_multiplier": 0.0}),
+        ("granite", {"logits_scaling": float("inf")}),
     ],
 )
 def test_what_a_spec_cannot_say_is_none(family: str, options: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ import torch
 from replayed import replaying
 from runtime_models import model, prompts, quantized
 from shared_models import Exchange, together
+from tiny import GRANITE
 from tolerances import GPU_LOGITS
 
 from qforge.errors import ModelError
@@ -41,6 +42,8 @@ runtime_models.FAMILIES |= {
     "small": ("llama", {"layers": 1}),
     "small qwen3": ("qwen3", {"layers": 1}),
     "small gemma3": ("gemma3_text", {"layers": 2, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}),
+    "small smollm3": ("smollm3", {"layers": 2, "no_rope_layers": [1, 0]}),
+    "small granite": ("granite", {"layers": 2, **GRANITE}),
     "small qwen2": ("qwen2", {"layers": 1, "tied": False}),
 }
 
@@ -71,6 +74,8 @@ def apart(of: Model, stored: torch.dtype = torch.float16, tokens: int = 30, kv_c
         ("small qwen3", lambda n: "int4-channel-sym", "triton-w4a16"),
         ("small qwen2", lambda n: None if "k_proj" in n else "nf4-g32", "dense-float16"),
         ("small gemma3", lambda n: None, "dense-float16"),
+        ("small smollm3", lambda n: None, "dense-float16"),
+        ("small granite", lambda n: None, "dense-float16"),
     ],
 )
 def test_logits_are_those_of_the_reference(name: str, scheme: Callable[[str], str | None], kernel: str) -> None:

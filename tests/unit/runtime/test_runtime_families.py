@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runtime_models import FAMILIES, greedy, model, prompts, quantized, transformers_model
+from runtime_models import FAMILIES, Quantized, greedy, model, prompts, quantized, transformers_model
 from tolerances import LOGITS
 
 from qforge.errors import DataError, ModelError, UnsupportedError
@@ -170,6 +170,18 @@ def test_an_untied_head_of_integers_equals_transformers_on_them(head: str) -> No
         wanted = theirs(torch.tensor([window])).logits[0, :-1]
     difference = (torch.cat(list(LLM(ours).score([window]))) - wanted).abs().max()
     assert difference < (0.05 * wanted.abs().max() if head == "w8a8-int8" else LOGITS)
+
+
+@pytest.mark.parametrize("scheme", ["int8-channel-sym+int8-tensor-static", "int8-channel-sym+int8-token"])
+def test_a_head_whose_inputs_are_rounded_gives_multiplied_logits(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What logits are multiplied by is in the norm before the head: a stored scale of the head's inputs must be, too."""
+    whole, linear = quantized("granite", lambda n: None, head=scheme)[0], Quantized.linear
+    assert whole.spec is not None
+    monkeypatch.setattr(Quantized, "linear", lambda self, name: replace(linear(self, name), input_scale=torch.tensor(0.04) if "static" in scheme else None))
+    window = prompts(1, 60, seed=6)[0] * 3
+    exact, scaled, unscaled = (torch.cat(list(LLM(m).score([window]))) for m in (model("granite"), whole, replace(whole, spec=replace(whole.spec, logits_scale=1.0))))
+    assert (exact - scaled).norm() < 0.03 * exact.norm()
+    assert (unscaled * whole.spec.logits_scale - scaled).norm() < 2e-3 * exact.norm()
 
 
 def test_heads_beyond_what_int8_keys_are_turned_in_are_refused() -> None:

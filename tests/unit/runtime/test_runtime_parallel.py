@@ -105,7 +105,7 @@ def test_what_cannot_be_shared_is_refused() -> None:
             check_size(size, device)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen3", "gemma3", "llama-untied-rope3"])
+@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen3", "gemma3", "llama-untied-rope3", "granite"])
 @pytest.mark.parametrize("scheme", ["int4-g32-asym", None])
 def test_two_shares_compute_what_one_model_does(name: str, scheme: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_loader, "distributed", Exchange())

@@ -112,7 +112,7 @@ def importance(model: Model, samples: int) -> Imatrix:
     tokenizer = model.tokenizer()
     read = documents("builtin", role="calibration", folder=Path(), tokenizer=tokenizer)
     chosen = calibration_set(read, tokenizer, samples=samples, sequence_length=512, seed=0, context=model.config.max_position_embeddings)
-    return Imatrix(square_sums(BlockModel(model), chosen.ids, Room(), SILENT), *map(int, chosen.ids.shape), "builtin")
+    return Imatrix(*square_sums(BlockModel(model), chosen.ids, Room(), SILENT), *map(int, chosen.ids.shape), "builtin")
 
 
 def main() -> None:

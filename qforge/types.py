@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
@@ -23,6 +24,19 @@ class RopeSpec:
     theta: float
     kind: str = "default"
     parameters: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def amplitude(self) -> float:
+        """What rotated queries and keys are multiplied by (YaRN, arXiv 2309.00071, section 3.4; `mscale`, `mscale_all_dim`: DeepSeek's variant)."""
+        p = dict(self.parameters)
+        if self.kind != "yarn":
+            return 1.0
+
+        def grown(by: float) -> float:
+            return 1.0 + 0.1 * by * math.log(max(p["factor"], 1.0))
+
+        both = p.get("mscale") and p.get("mscale_all_dim")
+        return p.get("attention_factor", grown(p["mscale"]) / grown(p["mscale_all_dim"]) if both else grown(1.0))
 
 
 NO_ROPE = RopeSpec(1.0, "none")
@@ -55,7 +69,7 @@ class ModelSpec:
         hidden_act: `silu` or `gelu_pytorch_tanh`.
         layer_windows: per layer, the sliding window in tokens or 0 for full attention.
         layer_ropes: per layer, its rotary embedding.
-        attention_scale: multiplier of q.k (head_dim ** -0.5 unless the family says otherwise).
+        attention_scale: multiplier of q.k as the family has it (head_dim ** -0.5 unless the family says otherwise).
         norm_offset: 1.0 where the norm multiplies by (1 + weight) (Gemma), else 0.0.
         embedding_scale: multiplier of token embeddings (sqrt(hidden) for Gemma), else 1.0.
         residual_scale: multiplier, above 0, of what a layer adds to the residual stream (Granite), else 1.0.
@@ -90,6 +104,10 @@ class ModelSpec:
     logits_scale: float = 1.0
     experts: ExpertsSpec | None = None
     kv_scales: tuple[tuple[float, float], ...] = ()
+
+    def score_scale(self, layer: int) -> float:
+        """Multiplier of q.k in a layer, where these are rotated and nothing else."""
+        return self.attention_scale * self.layer_ropes[layer].amplitude ** 2
 
 
 @dataclass(frozen=True, slots=True)

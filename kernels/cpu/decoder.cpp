@@ -91,6 +91,20 @@ struct Decoder::Alone {
 
 Decoder::~Decoder() = default;
 
+template <typename F>
+void Decoder::each_alone(int64_t count, const F &run) {
+    std::vector<std::exception_ptr> failed(static_cast<size_t>(count));  // by want of memory
+    context_.tasks(count, [&](int64_t i, int thread) {
+        try {
+            run(i, alone_[static_cast<size_t>(thread)]->decoder);
+        } catch (...) {
+            failed[static_cast<size_t>(i)] = std::current_exception();
+        }
+    });
+    for (const std::exception_ptr &f : failed)
+        if (f) std::rethrow_exception(f);
+}
+
 Decoder::Decoder(Context &context, const DecoderShape &shape, const Embedding &embedding, const float *norm, std::vector<Layer> layers, Product head, double far_ns)
     : context_(context), shape_(shape), embedding_(embedding), norm_(norm), layers_(std::move(layers)), head_(std::move(head)), far_ns_(far_ns) {
     candidates_.resize(static_cast<size_t>(context.threads()));
@@ -127,7 +141,8 @@ void Decoder::reserve(int64_t rows) {
     measure(head_);
     for (Scratch *room : {&x_, &next_, &branch_}) *room = take_floats(rows * shape_.width);
     if (experts) {
-        for (Scratch *room : {&sent_, &answers_}) *room = take_floats(rows * shape_.width);
+        sent_ = take_floats(rows * shape_.width);
+        answers_ = take_floats(rows * shape_.width * shape_.active_experts);
         routes_.reserve(rows, shape_.active_experts);
     }
     wide_ = take_floats(rows * wide);
@@ -189,31 +204,41 @@ void Decoder::mlp(const Mlp &mlp, const float *x, int64_t rows, float *y, const 
     product(mlp.down, narrow_.get(), rows, y, context_.rows_of(GateRows{wide_.get(), narrow_.get(), columns(mlp.gate_up) / 2, shape_.activation}));
 }
 
-// branch = the weighted sum of what each row's experts make of it, added in the order of experts, so that a row's bits do not depend on the others
+// branch = the weighted sum of what each row's experts make of it, in the order of experts, so that a row's bits do not depend on the others. Where there are experts enough, each
+// is computed by one thread, which waits for nobody until all are.
 void Decoder::mixture(const Layer &layer, int64_t rows, const Context::Rows &before) {
-    const int64_t width = shape_.width, experts = columns(layer.router), least = worth_handing_over(width);
+    constexpr size_t kEnough = 4;  // for a thread
+    const int64_t width = shape_.width, experts = columns(layer.router), active = shape_.active_experts;
     product(layer.router, next_.get(), rows, wide_.get(), before);
-    context_.rows(rows, worth_handing_over(experts * shape_.active_experts), [&](int64_t first, int64_t end) {
-        for (int64_t r = first; r < end; ++r) routes_.route(wide_.get() + r * experts, r, experts, shape_.active_experts, shape_.normalized_experts);
-        std::fill(branch_.get() + first * width, branch_.get() + end * width, 0.0f);
+    context_.rows(rows, worth_handing_over(experts * active), [&](int64_t first, int64_t end) {
+        for (int64_t r = first; r < end; ++r) routes_.route(wide_.get() + r * experts, r, experts, active, shape_.normalized_experts);
     });
-    routes_.sort(rows, experts, shape_.active_experts);
-    for (int64_t e = 0; e < experts; ++e) {
-        const Routes::Sent *sent = routes_.begin_of(e);
-        const int64_t count = routes_.end_of(e) - sent;
-        if (count == 0) continue;
-        const auto take = [&](int64_t first, int64_t end) {
-            for (int64_t i = first; i < end; ++i) std::copy_n(next_.get() + sent[i].row * width, width, sent_.get() + i * width);
-        };
-        mlp(layer.mlps[static_cast<size_t>(e)], sent_.get(), count, answers_.get(), take);
-        context_.rows(count, least, [&](int64_t first, int64_t end) {
-            for (int64_t i = first; i < end; ++i) {
-                const float *answer = answers_.get() + i * width;
-                float *sum = branch_.get() + sent[i].row * width;
-                for (int64_t j = 0; j < width; ++j) sum[j] += sent[i].weight * answer[j];
+    routes_.sort(rows, experts, active);
+    const auto &groups = routes_.groups();
+    if (!alone_.empty() && groups.size() >= kEnough * alone_.size())
+        each_alone(static_cast<int64_t>(groups.size()), [&](int64_t i, Decoder &by) { ask(layer, groups[static_cast<size_t>(i)], by); });
+    else
+        for (const Routes::Group &group : groups) ask(layer, group, *this);
+    context_.rows(rows, worth_handing_over(width * active), [&](int64_t first, int64_t end) {
+        for (int64_t r = first; r < end; ++r) {
+            float *sum = branch_.get() + r * width;
+            std::fill(sum, sum + width, 0.0f);
+            for (const Routes::Share *s = routes_.shares_of(r, active), *last = s + active; s != last; ++s) {
+                const float *answer = answers_.get() + s->place * width;
+                for (int64_t i = 0; i < width; ++i) sum[i] += s->weight * answer[i];
             }
-        });
-    }
+        }
+    });
+}
+
+// What an expert makes of its rows, with another decoder's threads and memory
+void Decoder::ask(const Layer &layer, const Routes::Group &group, Decoder &by) {
+    const int64_t width = shape_.width, count = group.end - group.first;
+    by.reserve(count);
+    const auto take = [&](int64_t first, int64_t end) {
+        for (int64_t i = first; i < end; ++i) std::copy_n(next_.get() + routes_.row_at(group.first + i) * width, width, by.sent_.get() + i * width);
+    };
+    by.mlp(layer.mlps[static_cast<size_t>(group.expert)], by.sent_.get(), count, answers_.get() + group.first * width, take);
 }
 
 Attention Decoder::attention_of(const Layer &layer, const Step &step) const {
@@ -261,23 +286,16 @@ bool Decoder::apart(const Step &step, float *logits) {
         cuts.push_back(s);
         if ((step.query_starts[s] - step.query_starts[cuts[cuts.size() - 2]]) * count * 8 > step.rows * 9) return false;
     }
-    std::vector<std::exception_ptr> failed(static_cast<size_t>(count));  // by want of memory
     std::vector<double> seconds(static_cast<size_t>(count));
-    context_.tasks(count, [&](int64_t task, int) {
+    each_alone(count, [&](int64_t task, Decoder &by) {
         const auto t = static_cast<size_t>(task);
         const auto start = std::chrono::steady_clock::now();
-        try {
-            const Share share(step, cuts[t], cuts[t + 1]);
-            if (share.step.rows) alone_[t]->decoder.together(share.step, logits + share.first_wanted * shape_.vocabulary);
-        } catch (...) {
-            failed[t] = std::current_exception();
-        }
+        const Share share(step, cuts[t], cuts[t + 1]);
+        if (share.step.rows) by.together(share.step, logits + share.first_wanted * shape_.vocabulary);
         seconds[t] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     });
     const auto [least, most] = std::minmax_element(seconds.begin(), seconds.end());
     if (*most > kUneven * *least) together_ = kTogether;
-    for (const std::exception_ptr &f : failed)
-        if (f) std::rethrow_exception(f);
     ++steps_apart_;
     return true;
 }

@@ -30,12 +30,27 @@ void Routes::route(const float *logits, int64_t row, int64_t experts, int64_t ac
 
 void Routes::sort(int64_t rows, int64_t experts, int64_t active) {
     const auto all = static_cast<size_t>(rows * active);
-    starts_.assign(static_cast<size_t>(experts) + 1, 0);
-    for (size_t i = 0; i < all; ++i) ++starts_[static_cast<size_t>(chosen_[i].expert) + 1];
-    for (size_t e = 1; e < starts_.size(); ++e) starts_[e] += starts_[e - 1];
-    sent_.resize(all);
-    std::vector<size_t> at(starts_.begin(), starts_.end() - 1);
-    for (size_t i = 0; i < all; ++i) sent_[at[static_cast<size_t>(chosen_[i].expert)]++] = {static_cast<int64_t>(i) / active, chosen_[i].weight};
+    std::vector<size_t> ends(static_cast<size_t>(experts), 0);  // of each expert's places, once all before it are counted
+    for (size_t i = 0; i < all; ++i) ++ends[static_cast<size_t>(chosen_[i].expert)];
+    groups_.clear();
+    size_t place = 0;
+    for (int64_t e = 0; e < experts; ++e) {
+        const size_t first = place;
+        place += ends[static_cast<size_t>(e)];
+        if (place > first) groups_.push_back({e, static_cast<int64_t>(first), static_cast<int64_t>(place)});
+        ends[static_cast<size_t>(e)] = first;
+    }
+    rows_.resize(all);
+    shares_.resize(all);
+    for (int64_t r = 0; r < rows; ++r) {
+        Choice *begin = chosen_.data() + r * active, *end = begin + active;
+        std::sort(begin, end, [](const Choice &a, const Choice &b) { return a.expert < b.expert; });
+        for (const Choice *c = begin; c != end; ++c) {
+            const size_t at = ends[static_cast<size_t>(c->expert)]++;
+            rows_[at] = r;
+            shares_[static_cast<size_t>(r * active + (c - begin))] = {static_cast<int64_t>(at), c->weight};
+        }
+    }
 }
 
 }  // namespace qforge

@@ -56,18 +56,18 @@ class GgufMixExporter:
             raise UnsupportedError(f"GGUF: {reason}")
         mix = MIXES[self.type]
         path = folder / f"model-{mix.name}.gguf"
-        write_file(path, model, list(self.tensors(model)), int(mix.file_type), self._add_imatrix)
+        write_file(path, model, list(self.tensors(model)), int(mix.file_type), lambda writer: self._add_imatrix(writer, model))
         if self.imatrix is None:
             return [path]
         matrices.write(self.imatrix, self._weighed(model), folder / matrices.FILE)
         return [path, folder / matrices.FILE]
 
-    def _add_imatrix(self, writer: GGUFWriter) -> None:
+    def _add_imatrix(self, writer: GGUFWriter, model: Model) -> None:
         """What llama-quantize says of the importance matrix that it was given."""
         if self.imatrix is not None:
             writer.add_string("quantize.imatrix.file", matrices.FILE)
             writer.add_string("quantize.imatrix.dataset", self.imatrix.dataset)
-            writer.add_uint32("quantize.imatrix.entries_count", len(self.imatrix.sums))
+            writer.add_uint32("quantize.imatrix.entries_count", len(matrices.stacks(self.imatrix, self._weighed(model))))
             writer.add_uint32("quantize.imatrix.chunks_count", self.imatrix.sequences)
 
     def _weighed(self, model: Model) -> dict[str, str]:

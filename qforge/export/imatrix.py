@@ -49,6 +49,14 @@ class Imatrix:
         return None if total is None else total / self.tokens[module]
 
 
+def stacks(imatrix: Imatrix, names: Mapping[str, str]) -> dict[str, list[str]]:
+    """The modules of each tensor that the file tells of, by GGUF's name: one, or all experts of which any has a sum."""
+    found: dict[str, list[str]] = {}
+    for module, tensor in names.items():
+        found.setdefault(stack_of(tensor), []).append(module)
+    return {tensor: modules for tensor, modules in found.items() if any(m in imatrix.sums for m in modules)}
+
+
 def write(imatrix: Imatrix, names: Mapping[str, str], path: Path) -> None:
     """Write the file.
 
@@ -65,14 +73,10 @@ def write(imatrix: Imatrix, names: Mapping[str, str], path: Path) -> None:
         writer.add_array("imatrix.datasets", [imatrix.dataset])
         writer.add_uint32("imatrix.chunk_count", imatrix.sequences)
         writer.add_uint32("imatrix.chunk_size", imatrix.sequence_length)
-        stacks: dict[str, list[str]] = {}
-        for module, tensor in names.items():
-            stacks.setdefault(stack_of(tensor), []).append(module)
-        for tensor, modules in stacks.items():
-            known = next((s for m in modules if (s := imatrix.sums.get(m)) is not None), None)
-            if known is not None:
-                writer.add_tensor(f"{tensor}.in_sum2", torch.stack([imatrix.sums.get(m, torch.zeros_like(known)) for m in modules]).numpy())
-                writer.add_tensor(f"{tensor}.counts", np.array([[imatrix.tokens.get(m, 0)] for m in modules], dtype=np.float32))
+        for tensor, modules in stacks(imatrix, names).items():
+            width = next(len(imatrix.sums[m]) for m in modules if m in imatrix.sums)
+            writer.add_tensor(f"{tensor}.in_sum2", torch.stack([imatrix.sums.get(m, torch.zeros(width)) for m in modules]).numpy())
+            writer.add_tensor(f"{tensor}.counts", np.array([[imatrix.tokens.get(m, 0)] for m in modules], dtype=np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -56,7 +56,7 @@ class StandardParts:
         q, k = (self._heads(x, n, layer, part, name) for x, n, part in ((q, heads, "q"), (k, kv, "k")))
         v = g.op("Transpose", g.op("Reshape", v, g.ints(0, 0, kv, size), name=f"{name}/v/Reshape"), name=f"{name}/v/Transpose", perm=[0, 2, 1, 3])
         k, v = (g.op("Concat", PAST % (layer, part), x, name=f"{name}/{part}/Concat", out=(PRESENT % (layer, part),), axis=2) for x, part in ((k, "key"), (v, "value")))
-        q = g.op("Mul", q, g.constant(spec.attention_scale, self._kind), name=f"{at}/Scale")
+        q = g.op("Mul", q, g.constant(spec.score_scale(layer), self._kind), name=f"{at}/Scale")
         keys = g.op("Transpose", k, name=f"{at}/Transpose", perm=[0, 1, 3, 2])
         scores = g.op("MatMul", self._split(q, kv, size, f"{at}/Fold"), keys, name=f"{at}/Scores")
         scores = g.op("Add", self._split(scores, heads, None, f"{at}/Unfold"), self._mask(spec.layer_windows[layer]), name=f"{at}/Mask")

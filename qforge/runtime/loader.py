@@ -75,7 +75,7 @@ class Reader:
         spec, at = self._spec, f"model.layers.{index}."
         q_norm, k_norm = (self.norm(f"{at}self_attn.{n}_norm") for n in "qk") if spec.qk_norm else (None, None)
         attention = AttentionParameters(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.layer_windows[index], spec.attention_scale, q_norm, k_norm, spec.norm_eps,
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.layer_windows[index], spec.score_scale(index), q_norm, k_norm, spec.norm_eps,
         )  # fmt: skip
         mixed = spec.experts is not None and spec.experts.layers[index]
         mlp_norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"

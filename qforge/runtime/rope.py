@@ -9,12 +9,16 @@ import torch
 from qforge.errors import ModelError
 from qforge.types import RopeSpec
 
-KINDS = ("default", "linear", "llama3", "none")
+KINDS = ("default", "linear", "llama3", "yarn", "none")
+_YARN = ("factor", "original_max_position_embeddings")  # what it cannot be computed without
 
 
 def supports(rope: RopeSpec) -> str | None:
     """None if the tables of this embedding can be computed; otherwise the reason why not."""
-    return None if rope.kind in KINDS else f"its rotary scaling '{rope.kind}' is not available (these are: {', '.join(KINDS)})"
+    if rope.kind not in KINDS:
+        return f"its rotary scaling '{rope.kind}' is not available (these are: {', '.join(KINDS)})"
+    missing = [name for name in _YARN if name not in dict(rope.parameters)] if rope.kind == "yarn" else []
+    return f"its rotary scaling '{rope.kind}' lacks {missing[0]}" if missing else None
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
@@ -23,7 +27,10 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
     Raises:
         ModelError: they are not finite.
     """
-    found = _scaled(rope, head_dim)
+    try:
+        found = _scaled(rope, head_dim)
+    except (ValueError, ArithmeticError):  # of a logarithm or a quotient
+        found = torch.tensor(torch.nan)
     if not torch.isfinite(found).all():
         raise ModelError(f"the config's rotary parameters give no frequencies: rope_theta {rope.theta}, {dict(rope.parameters)}")
     return found
@@ -39,7 +46,7 @@ def _scaled(rope: RopeSpec, head_dim: int) -> torch.Tensor:
         return inverse / parameters["factor"]
     if rope.kind == "llama3":
         return _llama3(inverse, parameters)
-    return inverse
+    return _yarn(inverse, rope.theta, parameters) if rope.kind == "yarn" else inverse
 
 
 def _llama3(inverse: torch.Tensor, p: dict[str, float]) -> torch.Tensor:
@@ -50,3 +57,18 @@ def _llama3(inverse: torch.Tensor, p: dict[str, float]) -> torch.Tensor:
     scaled = torch.where(wavelength > old / p["low_freq_factor"], inverse / p["factor"], inverse)
     middle = (wavelength <= old / p["low_freq_factor"]) & (wavelength >= old / p["high_freq_factor"])
     return torch.where(middle, between, scaled)
+
+
+def _yarn(inverse: torch.Tensor, theta: float, p: dict[str, float]) -> torch.Tensor:
+    """Frequencies that turn often within the original context are kept, those that turn less than once are divided, with a ramp between (YaRN, arXiv 2309.00071, section 3.2)."""
+    half = len(inverse)
+
+    def place(turns: float) -> float:
+        return half * math.log(p["original_max_position_embeddings"] / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = place(p.get("beta_fast") or 32.0), place(p.get("beta_slow") or 1.0)
+    if p.get("truncate", 1.0):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
+    kept = 1 - ((torch.arange(half, dtype=torch.float32) - first) / (last - first if last != first else 0.001)).clamp(0, 1)
+    return inverse / p["factor"] * (1 - kept) + inverse * kept

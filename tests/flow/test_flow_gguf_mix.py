@@ -82,6 +82,38 @@ def test_the_importance_matrix_is_what_transformers_feeds_its_linears(run):
         assert np.allclose(found, expected.numpy(), rtol=0.1), name
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_each_expert_is_weighed_by_the_tokens_that_it_is_sent(tmp_path: Path, family: str) -> None:
+    experts = {"mixtral": {"num_local_experts": 8}, "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 256, "norm_topk_prob": True}}[family]
+    tiny.make(tmp_path / "model", family, hidden=256, intermediate=256, layers=2, num_experts_per_tok=2, **experts)
+    (export,) = qforge.quantize(recipe(tmp_path), out=tmp_path / "out").exports
+    assert export.verified_by[1].kl_mean < 0.1
+    held = gguf.GGUFReader(tmp_path / "out" / "exports" / "gguf" / "model-q4_k_m.gguf")
+    kinds = {t.name: t.tensor_type.name for t in held.tensors}
+    assert kinds["blk.0.attn_v.weight"] == ("Q8_0" if family == "mixtral" else "Q4_K")
+    assert [kinds[f"blk.{i}.ffn_down_exps.weight"] for i in (0, 1)] == ["Q4_K", "Q6_K"]
+    assert kinds["blk.0.ffn_gate_inp.weight"] == "F32"
+    file = {t.name: np.array(t.data) for t in gguf.GGUFReader(tmp_path / "out" / "exports" / "gguf" / "imatrix.gguf").tensors}
+    assert held.fields["quantize.imatrix.entries_count"].contents() == len(file) / 2 == 2 * 7 + 1
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for i, layer in enumerate(model.model.layers):
+        layer.mlp.experts.register_forward_pre_hook(lambda m, args, i=i: seen.__setitem__(i, (args[0], args[1])))
+    ids = chosen_windows(tmp_path)
+    with torch.no_grad():
+        model(ids)
+    for i, (x, chosen) in seen.items():
+        sent = torch.stack([(chosen == e).any(-1).double() for e in range(8 if family == "mixtral" else 6)])
+        counts = file[f"blk.{i}.ffn_up_exps.weight.counts"]
+        assert counts.shape == (len(sent), 1)
+        assert np.abs(counts[:, 0] - sent.sum(-1).numpy()).max() <= 3  # a router's near tie may fall otherwise in fp32
+        assert counts.sum() == 2 * ids.numel()
+        wanted = (sent @ x.square()).numpy()
+        for part in ("gate", "up"):
+            assert np.linalg.norm(file[f"blk.{i}.ffn_{part}_exps.weight.in_sum2"] - wanted) < 0.03 * np.linalg.norm(wanted)
+        assert file[f"blk.{i}.ffn_down_exps.weight.in_sum2"].shape == (len(sent), 256)
+
+
 def chosen_windows(folder: Path) -> torch.Tensor:
     from qforge.text.calibration import calibration_set
     from qforge.text.documents import documents

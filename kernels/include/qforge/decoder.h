@@ -73,12 +73,16 @@ class Routes {
     void route(const float *logits, int64_t row, int64_t experts, int64_t active, bool normalized);  // of one row [experts]: the largest, of equal ones the first
     void sort(int64_t rows, int64_t experts, int64_t active);                                         // once all rows are routed
 
-    struct Sent {
-        int64_t row;
+    struct Group {  // rows that an expert computes, places [first, end) of all that are sent
+        int64_t expert, first, end;
+    };
+    struct Share {  // what counts for a row
+        int64_t place;
         float weight;
     };
-    const Sent *begin_of(int64_t expert) const { return sent_.data() + starts_[static_cast<size_t>(expert)]; }  // rows rising
-    const Sent *end_of(int64_t expert) const { return begin_of(expert + 1); }
+    const std::vector<Group> &groups() const { return groups_; }                      // by expert; those without rows have none
+    int64_t row_at(int64_t place) const { return rows_[static_cast<size_t>(place)]; }  // rising within a group
+    const Share *shares_of(int64_t row, int64_t active) const { return shares_.data() + row * active; }  // [active], by expert
 
   private:
     struct Choice {
@@ -86,8 +90,9 @@ class Routes {
         float weight;
     };
     std::vector<Choice> chosen_;  // [rows][active]
-    std::vector<Sent> sent_;
-    std::vector<size_t> starts_;  // [experts + 1]
+    std::vector<Group> groups_;
+    std::vector<int64_t> rows_;   // by place
+    std::vector<Share> shares_;   // [rows][active]
 };
 
 struct RopeTables {
@@ -121,6 +126,9 @@ class Decoder {
     void product(const Product &product, const float *x, int64_t rows, float *y, const Context::Rows &before = {});
     void mlp(const Mlp &mlp, const float *x, int64_t rows, float *y, const Context::Rows &before);
     void mixture(const Layer &layer, int64_t rows, const Context::Rows &before);
+    void ask(const Layer &layer, const Routes::Group &group, Decoder &by);
+    template <typename F>
+    void each_alone(int64_t count, const F &run);  // run(i, decoder) for each i in [0, count), each by a thread alone
     Attention attention_of(const Layer &layer, const Step &step) const;
     int64_t keep(const Step &step, int64_t attended);  // how many rows that are
     void bring(const Layer &layer, const Layer &next, const Step &step);
@@ -134,7 +142,7 @@ class Decoder {
     Product head_;
     std::vector<RopeTables> ropes_;
     int64_t reserved_ = 0;
-    Scratch x_, next_, branch_, wide_, narrow_, gathered_, sent_, answers_, logits_;  // sent_, answers_: rows of one expert
+    Scratch x_, next_, branch_, wide_, narrow_, gathered_, sent_, answers_, logits_;  // sent_: rows of one expert; answers_: those of all, by place
     Routes routes_;
     int64_t logit_rows_ = 0;
     std::vector<std::vector<Candidate>> candidates_;

@@ -29,6 +29,27 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
     "llama-linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
+    "llama-yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}}),
+    "qwen3-yarn-whole": (  # with a ramp between dimensions that are no whole numbers, and an amplitude of its own
+        "qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 500.0, "factor": 3.0, "original_max_position_embeddings": 40, "attention_factor": 1.4, "beta_fast": 8, "truncate": False,
+            },
+        },
+    ),
+    "gemma3-yarn": (
+        "gemma3_text",
+        {
+            "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {
+                    "rope_type": "yarn", "rope_theta": 1000.0, "factor": 2.0, "original_max_position_embeddings": 64, "mscale": 0.7, "mscale_all_dim": 2.0,
+                },
+            },
+        },
+    ),
     "llama-wide-heads": ("llama", {"hidden": 192, "heads": 3, "kv_heads": 1}),  # 64 dimensions, which tiles of AMX take
     "llama-odd-widths": ("llama", {"hidden": 60, "intermediate": 100, "heads": 3, "kv_heads": 1}),  # not whole eights, so inputs are gathered before a product
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),

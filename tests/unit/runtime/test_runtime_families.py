@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from runtime_models import FAMILIES, Quantized, greedy, model, prompts, quantized, transformers_model
+from runtime_models import FAMILIES, Quantized, folder, greedy, model, prompts, quantized, transformers_model
+from safetensors.torch import load_file, save_file
 from tolerances import LOGITS
 
 from qforge.errors import DataError, ModelError, UnsupportedError
@@ -16,6 +19,8 @@ from qforge.runtime.decoder import Decoder
 from qforge.runtime.loader import read
 from qforge.runtime.native_decoder import NativeDecoder
 from qforge.runtime.native_model import NativePart, NativeProduct
+from qforge.runtime.places import gpu
+from qforge.runtime.shares import Share, of_spec
 from qforge.scheme import ACTIVATIONS
 
 
@@ -210,3 +215,35 @@ def test_a_context_beyond_half_of_the_memory_leaves_a_cache_that_fits(limit: int
     with pytest.raises(DataError, match="needs 4294967296 cache blocks of 16 tokens, and the pool has"):
         llm.generate(["a"], SamplingParams(max_tokens=2**36))
     assert len(llm.generate(["a"], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe-shares"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_damaged_router_is_not_passed_over(tmp_path: Path, name: str, value: float) -> None:
+    """One expert's logit that is not finite would never be, or always be, the largest: no token is told."""
+    shutil.copytree(folder(name), tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    router = next(n for n in reversed(tensors) if n.endswith((".mlp.gate.weight", "block_sparse_moe.gate.weight")))
+    tensors[router][1, :] = value
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="not finite"):
+        LLM(tmp_path / "model").generate([[5, 6, 7]], SamplingParams(max_tokens=4))
+
+
+def test_experts_are_not_for_a_gpu_or_several_processes() -> None:
+    with pytest.raises(UnsupportedError, match="mixture of experts, which the runtime computes on the processor only"):
+        gpu(model("mixtral"), "cuda")
+    spec = model("mixtral").spec
+    assert spec is not None
+    with pytest.raises(UnsupportedError, match="a mixture of experts is not shared by several processes yet"):
+        of_spec(spec, Share(0, 2))
+
+
+def test_a_step_is_said_to_read_the_experts_of_one_token() -> None:
+    llm = LLM(model("mixtral"))
+    runner = llm.runner
+    assert isinstance(runner, NativeDecoder)
+    whole, spec = sum(part.nbytes for p in runner._model.products() for part in p.parts), runner.spec
+    experts = 4 * 3 * spec.hidden_size * spec.intermediate_size * 3 * spec.experts.count  # fp32, three matrices, three layers
+    assert runner.weight_bytes() == whole - experts // 2
+    assert runner.weight_bytes() == Decoder(read(model("mixtral")), num_blocks=2, block_size=16).weight_bytes()

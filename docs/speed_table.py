@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 ENGINES = {"llama_cpp": "llama.cpp", "openvino": "OpenVINO GenAI", "vllm": "vLLM"}
-MODELS = {"smollm2": "SmolLM2-135M", "llama-1.1b": "Llama, 1.1B"}
+MODELS = {"smollm2": "SmolLM2-135M", "llama-1.1b": "Llama, 1.1B", "qwen3-moe": "Qwen3-MoE, 8 of 128 experts, 2.6B"}
 PROCESSORS = {"xeon": "Xeon with AMX", "zen5": "Zen 5", "zen4": "Zen 4", "zen3": "Zen 3"}
 NO_MORE_THAN_AVX2 = {"zen3"}
 NAME = re.compile(rf"vs_({'|'.join(ENGINES)})-({'|'.join(MODELS)})-({'|'.join(PROCESSORS)})(-.*)?")

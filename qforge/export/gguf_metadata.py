@@ -53,7 +53,7 @@ def _rope_problem(spec: ModelSpec) -> str | None:
 
 
 def _experts_problem(spec: ModelSpec) -> str | None:
-    if spec.family == "qwen3_moe" and (spec.experts is None or not all(spec.experts.layers)):
+    if spec.family == "qwen3_moe" and not (spec.experts and all(spec.experts.layers)):
         return "llama.cpp's Qwen 3 MoE has experts in every layer, and this model not"
     if spec.experts is not None and not spec.experts.normalized:
         return "llama.cpp makes the weights of a token's experts sum to 1, and this model's do not (norm_topk_prob)"

@@ -32,7 +32,8 @@ def model_spec(config: PretrainedConfig) -> ModelSpec | None:
     """The model as data, or None when its family, rotary scaling, activation or attention is none that a ModelSpec can say.
 
     Raises:
-        ModelError: layers have a window, and the config does not say how wide it is, or it does not say of all layers whether they rotate.
+        ModelError: layers have a window, and the config does not say how wide it is; it does not say of all layers whether they rotate; or a token has no experts, or more
+            than there are.
     """
     family = config.model_type
     if family not in FAMILIES or _has_unsayable_parts(config):
@@ -81,13 +82,20 @@ def _scales(config: PretrainedConfig, head_dim: int) -> dict[str, Any]:
 
 def _experts(config: PretrainedConfig) -> ExpertsSpec | None:
     """As transformers' decoder layers read the config: Mixtral's all have experts, Qwen 3's every so many, less those that are named."""
-    count, layers = getattr(config, "num_local_experts", None), range(config.num_hidden_layers)
+    layers = range(config.num_hidden_layers)
     if config.model_type == "mixtral":
-        return ExpertsSpec(config.num_local_experts, config.intermediate_size, config.num_experts_per_tok, True, (True,) * len(layers))
-    if config.model_type != "qwen3_moe" or not count:
+        width, normalized, mixed = config.intermediate_size, True, (True,) * len(layers)
+    elif config.model_type == "qwen3_moe":
+        width, normalized = config.moe_intermediate_size, bool(config.norm_topk_prob)
+        mixed = tuple(config.num_local_experts > 0 and i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0 for i in layers)
+    else:
         return None
-    mixed = tuple(i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0 for i in layers)
-    return ExpertsSpec(count, config.moe_intermediate_size, config.num_experts_per_tok, bool(config.norm_topk_prob), mixed)
+    if not any(mixed):
+        return None
+    count, active = config.num_local_experts, config.num_experts_per_tok
+    if not isinstance(active, int) or not 1 <= active <= count:
+        raise ModelError(f"config.json: num_experts_per_tok is {active!r}, and a layer has {count} experts")
+    return ExpertsSpec(count, width, active, normalized, mixed)
 
 
 def _activation(config: PretrainedConfig) -> str:

@@ -8,7 +8,7 @@ import sys
 from qforge.errors import QforgeError
 from qforge.models.model import open_model
 from qforge.runtime.gpu_decoder import GpuDecoder
-from qforge.runtime.parallel import Job, join, open_share
+from qforge.runtime.parallel import Job, join, leave, open_share
 from qforge.runtime.running import blocks_for, running
 
 
@@ -34,3 +34,5 @@ def _follow(job: Job) -> int:
             compute(pickle.load(sys.stdin.buffer))
     except EOFError:
         return 0
+    finally:
+        leave()

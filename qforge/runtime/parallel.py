@@ -144,6 +144,14 @@ def join(job: Job) -> None:
     distributed.init_process_group(backend, init_method=Path(job.rendezvous).as_uri(), rank=job.rank, world_size=job.size)
 
 
+def leave() -> None:
+    """Be in no process group any more, nor have threads of one, which would be at work still while Python ends (the process would abort)."""
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 class Followers:
     """The other processes. They end when this object goes, or this process does."""
 
@@ -260,8 +268,5 @@ def _end(processes: list[subprocess.Popen[bytes]], folder: Path, joined: threadi
             process.kill()
             process.wait()
     if joined.is_set():
-        from torch import distributed
-
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
+        leave()
     shutil.rmtree(folder, ignore_errors=True)

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from qforge.errors import ModelError
 from qforge.models.spec import model_spec
+from qforge.types import ExpertsSpec
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
 
@@ -133,3 +134,24 @@ def test_granites_multipliers_are_nobody_elses() -> None:
 )
 def test_what_a_spec_cannot_say_is_none(family: str, options: dict[str, Any]) -> None:
     assert model_spec(config(family, **options)) is None
+
+
+def test_experts() -> None:
+    mixtral = model_spec(config("mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=64))
+    assert mixtral is not None
+    assert mixtral.experts == ExpertsSpec(4, 48, 2, True, (True,) * 6)
+    assert mixtral.layer_windows == (64,) * 6
+    qwen = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+    some = model_spec(config("qwen3_moe", **qwen, decoder_sparse_step=2, mlp_only_layers=[3], norm_topk_prob=False))
+    assert some is not None
+    assert some.qk_norm
+    assert some.experts == ExpertsSpec(8, 16, 3, False, (False, True, False, False, False, True))
+    for settings in ({"mlp_only_layers": list(range(6))}, {"num_experts": 0}):
+        none = model_spec(config("qwen3_moe", **{**qwen, **settings}))
+        assert none is not None
+        assert none.experts is None
+    for active in (0, 9):
+        with pytest.raises(ModelError, match=f"num_experts_per_tok is {active}, and a layer has 8 experts"):
+            model_spec(config("qwen3_moe", **{**qwen, "num_experts_per_tok": active}))
+    with pytest.raises(ModelError, match="num_experts_per_tok is 5, and a layer has 4 experts"):
+        model_spec(config("mixtral", num_local_experts=4, num_experts_per_tok=5))

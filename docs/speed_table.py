@@ -35,6 +35,8 @@ def _line(name: str, found: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
     multiplied = found["activations"] + (" (theirs bf16)" if others else "")
     place = f"{PROCESSORS[processor]}{', AVX2 alone' if avx2 else ''}; {multiplied}"
     count = "one round" if len(rounds) == 1 else f"{len(rounds)} rounds"
+    if "memory_wanted" in found:
+        count += f" with memory at {found['memory_wanted']:g} GB/s or more"
     cells = [
         MODELS[model], ENGINES[engine], place, _rate(rounds, "mixed.tokens_per_second"), _sooner(rounds, "ttft"), _sooner(rounds, "tpot"),
         _rate(rounds, "decode"), _rate(rounds, "prefill"), f"{where['date']}, {count}",

@@ -42,7 +42,7 @@ def _rope_problem(spec: ModelSpec) -> str | None:
         return f"llama.cpp's {spec.family} has no rotary scaling of the kind llama3"
     if rope.kind != "yarn":
         return None
-    if "mscale" in values or values.get("truncate") == 0.0:
+    if "mscale" in values or values.get("truncate") == 0.0 or values["factor"] < 1.0:
         return "its YaRN rotary scaling is a variant that GGUF does not hold"
     for name, default in _YARN_BETAS.items():
         if values.get(name, default) != default:

@@ -44,7 +44,7 @@ def gguf_config(header: GgufHeader) -> PretrainedConfig:
     if experts and (architecture not in _MIXTURES or experts > _MOST_EXPERTS):
         raise ModelError(f"{header.path} has {experts} experts in a layer; qforge reads up to {_MOST_EXPERTS} of {' and '.join(_MIXTURES)} models")
     family = _MIXTURES[architecture] if experts else FAMILIES[architecture]
-    values = _sizes(header, get, family) | (_experts(get, family, experts) if experts else {})
+    values = _sizes(header, get, family) | (_experts(header, get, family, experts) if experts else {})
     values |= _gemma3(header, get, values) if family == "gemma3_text" else {"rope_parameters": _rope(header, get, values["head_dim"])}
     values |= _granite(header.path, get, values["head_dim"]) if family == "granite" else {}
     try:
@@ -106,9 +106,11 @@ def _sizes(header: GgufHeader, get: _Keys, family: str) -> dict[str, Any]:
     return values
 
 
-def _experts(get: _Keys, family: str, count: int) -> dict[str, Any]:
+def _experts(header: GgufHeader, get: _Keys, family: str, count: int) -> dict[str, Any]:
     """llama.cpp makes the weights of a token's experts sum to 1, whatever a file says."""
     found = {"num_experts_per_tok": get.required("expert_used_count", int)}
+    if found["num_experts_per_tok"] > count:
+        raise ModelError(f"{header.path}: its metadata say that a token has {found['num_experts_per_tok']} of {count} experts")
     if family == "mixtral":
         return {**found, "num_local_experts": count}
     return {**found, "num_experts": count, "norm_topk_prob": True, "moe_intermediate_size": get.required("expert_feed_forward_length", int)}

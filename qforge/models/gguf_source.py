@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -40,7 +40,7 @@ class GgufSource:
         self._heads = (config.num_attention_heads, config.num_key_value_heads)
         self._fingerprint = ""
         ours = {theirs: hf for hf, theirs in gguf_names(config).items()}
-        self._tensors = {ours.get(t.name, t.name): t for stored in header.tensors.values() if not stored.name.endswith(_DERIVED) for t in _apart(stored)}
+        self._tensors = {ours.get(t.name, t.name): t for stored in header.tensors.values() if not stored.name.endswith(_DERIVED) for t in _apart(stored, ours)}
         integers = {name: t for name in linears if (t := self._tensors.get(self.stored(name))) is not None and t.type.name in INTEGER_TYPES and len(t.shape) == 2}
         told = gguf_schemes.schemes(header.metadata, {t.name: (t.type.name, t.shape) for t in integers.values()})
         self.schemes = {name: told[t.name] for name, t in integers.items() if t.name in told}
@@ -98,12 +98,13 @@ class GgufSource:
         return self._fingerprint
 
 
-def _apart(tensor: GgufTensor) -> Iterator[GgufTensor]:
-    """The matrices of a stack, each as a tensor; what is none as it is."""
-    if len(tensor.shape) != 3:
+def _apart(tensor: GgufTensor, known: Collection[str]) -> Iterator[GgufTensor]:
+    """The matrices of a stack, each as a tensor, where there is a name for the last one and none for another; everything else as it is."""
+    count = tensor.shape[0]
+    if len(tensor.shape) != 3 or one_of(tensor.name, count - 1) not in known or one_of(tensor.name, count) in known:
         yield tensor
         return
-    count, size = tensor.shape[0], tensor.nbytes // tensor.shape[0]
+    size = tensor.nbytes // count
     for i in range(count):
         yield replace(tensor, name=one_of(tensor.name, i), shape=tensor.shape[1:], start=tensor.start + i * size, nbytes=size)
 

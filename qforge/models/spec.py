@@ -22,7 +22,7 @@ _ROPES = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
 }
 _GRANITE_SCALES = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")  # above 0
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -137,12 +137,21 @@ def _ropes(config: PretrainedConfig, kinds: list[str]) -> list[RopeSpec | None]:
     rotated = config.no_rope_layers if config.model_type == "smollm3" else [1] * len(kinds)
     if len(rotated) < len(kinds):
         raise ModelError(f"config.json: no_rope_layers tells of {len(rotated)} layers, and the model has {len(kinds)}")
-    return [_rope(_parameters(config, kind)) if here else NO_ROPE for kind, here in zip(kinds, rotated, strict=False)]
+    whole = "truncate" not in config.rope_parameters or bool(config.rope_parameters["truncate"])  # read there, also where each kind has parameters of its own
+    return [_rope(_parameters(config, kind), whole=whole) if here else NO_ROPE for kind, here in zip(kinds, rotated, strict=False)]
 
 
-def _rope(parameters: Mapping[str, Any]) -> RopeSpec | None:
+def _rope(parameters: Mapping[str, Any], *, whole: bool) -> RopeSpec | None:
+    """`whole`: whether YaRN's ramp begins and ends at whole dimensions (`truncate`)."""
+
+    def number(name: str) -> float:
+        try:
+            return float(parameters[name])
+        except (TypeError, ValueError, OverflowError) as e:
+            raise ModelError(f"config.json: rotary parameters have {parameters[name]!r} for {name}, where a number is needed") from e
+
     kind = str(parameters.get("rope_type", "default"))
-    if kind not in _ROPES or float(parameters.get("partial_rotary_factor") or 1.0) != 1.0 or parameters.get("rope_theta") is None:
+    if kind not in _ROPES or (parameters.get("partial_rotary_factor") and number("partial_rotary_factor") != 1.0) or parameters.get("rope_theta") is None:
         return None
-    values = tuple((name, float(parameters[name])) for name in _ROPES[kind] if parameters.get(name) is not None)
-    return RopeSpec(float(parameters["rope_theta"]), kind, values)
+    values = [(name, number(name)) for name in _ROPES[kind] if parameters.get(name) is not None]
+    return RopeSpec(number("rope_theta"), kind, (*values, *((("truncate", 0.0),) if kind == "yarn" and not whole else ())))

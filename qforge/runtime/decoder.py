@@ -22,10 +22,12 @@ from qforge.types import ModelSpec
 def supports(spec: ModelSpec | None) -> str | None:
     """None if the decoder runs such a model; otherwise the reason why not."""
     if spec is None:
-        known = f"silu or gelu_pytorch_tanh; rope {' or '.join(rope.KINDS)}; no soft-capping"
+        known = f"silu or gelu_pytorch_tanh; rope {' or '.join(kind for kind in rope.KINDS if kind != 'none')}; no soft-capping"
         return f"the built-in runtime does not list this family, or not its activation, rotary scaling or attention (it lists {', '.join(FAMILIES)}: {known})"
     if spec.head_dim % 2:
         return f"its head size {spec.head_dim} is odd"
+    if not 1e-6 < spec.residual_scale < 1e6:
+        return f"its residual multiplier {spec.residual_scale:g} leaves the range of fp32"
     return next((reason for r in spec.layer_ropes if (reason := rope.supports(r)) is not None), None)
 
 

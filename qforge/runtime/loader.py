@@ -60,7 +60,8 @@ def with_kv_scales(model: Model, spec: ModelSpec) -> ModelSpec:
     modules = [f"model.layers.{i}.self_attn" for i in range(spec.num_layers)]
     if set(modules) != set(model.kv_scales):
         raise ModelError(f"'{model.source}' has no scales of keys and values for {sorted(set(modules) - set(model.kv_scales))[0]}")
-    return replace(spec, kv_scales=tuple(model.kv_scales[module] for module in modules))
+    found = (model.kv_scales[module] for module in modules)  # of keys as transformers caches them, which YaRN has multiplied
+    return replace(spec, kv_scales=tuple((key / rope.amplitude, value) for (key, value), rope in zip(found, spec.layer_ropes, strict=True)))
 
 
 class Reader:

@@ -18,7 +18,9 @@ def supports(rope: RopeSpec) -> str | None:
     if rope.kind not in KINDS:
         return f"its rotary scaling '{rope.kind}' is not available (these are: {', '.join(KINDS)})"
     missing = [name for name in _YARN if name not in dict(rope.parameters)] if rope.kind == "yarn" else []
-    return f"its rotary scaling '{rope.kind}' lacks {missing[0]}" if missing else None
+    if missing:
+        return f"its rotary scaling '{rope.kind}' lacks {missing[0]}"
+    return None if 1e-6 < abs(rope.amplitude) < 1e6 else f"its rotary scaling multiplies queries and keys by {rope.amplitude:g}"
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:

@@ -47,7 +47,7 @@ def measured(artifact: Model, artifact_sha256: str, calibration: CalibrationSet,
         journal: keeps it, and has the room for hidden states.
         progress: is told.
     """
-    name = key("importance", artifact=artifact_sha256, calibration=calibration.sha256)
+    name = key("importance", form=2, artifact=artifact_sha256, calibration=calibration.sha256)
     found = journal.load(name)
     if found is None:
         found = square_sums(BlockModel(artifact), calibration.ids, Room(journal.folder), progress)

@@ -110,7 +110,7 @@ def _ratio(kind: str, weight: torch.Tensor, importance: torch.Tensor) -> float:
 @pytest.mark.parametrize("mix", MIXES)
 def test_mixes_are_those_of_its_quantizer(case: str, mix: str) -> None:
     shape = CASES[case]
-    spec = SimpleNamespace(family="llama", num_layers=shape["layers"], num_heads=shape["heads"], num_kv_heads=shape["kv_heads"])
+    spec = SimpleNamespace(family="llama", num_layers=shape["layers"], num_heads=shape["heads"], num_kv_heads=shape["kv_heads"], experts=None)
     widths = {"ffn_down.weight": shape["intermediate"]}
     for part, told in MIXED[case][mix].items():
         of_layers = part not in ("token_embd.weight", "output.weight")

@@ -24,7 +24,7 @@ from qforge.runtime.sequence import FinishReason, SamplingParams
 from qforge.runtime.step import build_step
 
 MODELS = ["llama", "llama-odd-widths", "llama-wide-heads", "gemma3", "mistral", "qwen2", "qwen3", "gemma", "smollm3-windows", "granite", "int4-g32-asym"]
-MODELS += ["int8-channel-sym+int8-token", "shared table", "qwen3-moe", "experts as int8", "int4-g32-asym as int8", "shared table as bf16"]  # as: with such activations
+MODELS += ["int8-channel-sym+int8-token", "shared table", "qwen3-moe-many", "experts as int8", "int4-g32-asym as int8", "shared table as bf16"]  # as: with such activations
 GIVEN, NEW = prompts(9, 110, seed=5), 6  # past 64 positions, which int8 rounds together; 8 sequences or more are stored by tasks
 BLOCKS = 60
 
@@ -34,7 +34,7 @@ def opened(name: str) -> Model:
     if name == "shared table":
         return quantized("llama", lambda n: "int4-g32-sym", head="int8-g32-sym")[0]
     if name == "experts":
-        return quantized("qwen3-moe-shares", lambda n: "int8-g16-sym" if ".2.mlp" in n else "int4-g32-sym")[0]
+        return quantized("qwen3-moe-many", lambda n: "int8-g16-sym" if ".2.mlp" in n else "int4-g32-sym")[0]
     return quantized("llama", lambda n: name)[0] if name.startswith("int") else model(name)
 
 

@@ -480,3 +480,26 @@ def test_scales_that_overflow_are_values_and_no_warning(tmp_path: Path) -> None:
         gguf.quants.dequantize(np.fromfile(tmp_path / "m.gguf", np.uint8).reshape(1, -1), tensor.type)
     found = gguf_source._read(GgufHeader(tmp_path / "m.gguf", {}, {"w": tensor}, ""), tensor)
     assert found.isinf().all()
+
+
+def test_stacks_of_other_counts_are_refused_at_once(tmp_path: Path) -> None:
+    """A tensor of two million matrices of one number is no two million tensors."""
+    base = tiny.make(tmp_path / "base", "mixtral", layers=1, num_local_experts=4, num_experts_per_tok=2)
+
+    def counts(w: gguf.GGUFWriter) -> None:
+        w.add_expert_count(4)
+        w.add_expert_used_count(2)
+
+    path = write(tmp_path / "m.gguf", base, extra=counts)
+    assert open_model(str(path)).config.model_type == "mixtral"
+    for name in ("blk.0.surprise.weight", "blk.0.ffn_up_exps.weight"):
+        header = read_gguf_header(path)
+        many = replace(next(iter(header.tensors.values())), name=name, shape=(2_000_000, 1, 1), type=gguf.GGMLQuantizationType.F32, nbytes=8_000_000)
+        header.tensors[name] = many
+        started = time.monotonic()
+        source = gguf_source.GgufSource(header, gguf_config(header), [])
+        assert name in source.names()
+        assert time.monotonic() - started < 1
+    write(tmp_path / "n.gguf", base, extra=lambda w: [w.add_expert_count(4), w.add_expert_used_count(5)])
+    with pytest.raises(ModelError, match="that a token has 5 of 4 experts"):
+        open_model(str(tmp_path / "n.gguf"))

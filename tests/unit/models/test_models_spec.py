@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from qforge.errors import ModelError
 from qforge.models.spec import model_spec
-from qforge.types import ExpertsSpec
+from qforge.runtime.decoder import supports
+from qforge.runtime.rope import inverse_frequencies
+from qforge.types import ExpertsSpec, RopeSpec
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
 
@@ -155,3 +160,32 @@ def test_experts() -> None:
             model_spec(config("qwen3_moe", **{**qwen, "num_experts_per_tok": active}))
     with pytest.raises(ModelError, match="num_experts_per_tok is 5, and a layer has 4 experts"):
         model_spec(config("mixtral", num_local_experts=4, num_experts_per_tok=5))
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize(("truncate", "whole"), [({}, True), ({"truncate": True}, True), ({"truncate": False}, False), ({"truncate": None}, False)])
+def test_yarns_ramp_is_cut_to_whole_dimensions_as_transformers_cuts_it(truncate: dict[str, Any], whole: bool) -> None:
+    given = config("llama", rope_parameters={**YARN, **truncate})
+    spec = model_spec(given)
+    assert spec is not None
+    assert dict(spec.layer_ropes[0].parameters).get("truncate", 1.0) == whole
+    theirs, amplitude = ROPE_INIT_FUNCTIONS["yarn"](given, "cpu")
+    torch.testing.assert_close(inverse_frequencies(spec.layer_ropes[0], 8), theirs)
+    assert spec.layer_ropes[0].amplitude == pytest.approx(amplitude)
+
+
+@pytest.mark.parametrize(("name", "value"), [("attention_factor", "abc"), ("mscale", [1.0]), ("factor", {}), ("rope_theta", "x")])
+def test_rotary_parameters_that_are_no_numbers_are_one_message(name: str, value: Any) -> None:
+    with pytest.raises(ModelError, match=f"for {name}, where a number is needed"):
+        model_spec(config("llama", rope_parameters={**YARN, name: value}))
+
+
+def test_what_leaves_the_range_of_fp32_is_no_model_of_the_runtime() -> None:
+    for factor in (1e200, 0.0, float("nan")):
+        assert "multiplies queries and keys by" in str(supports(model_spec(config("llama", rope_parameters={**YARN, "attention_factor": factor}))))
+    assert "lacks factor" in str(supports(replace(model_spec(config("llama")), layer_ropes=(RopeSpec(1e4, "yarn", (("original_max_position_embeddings", 8.0),)),) * 6)))
+    for scale in (1e-200, 1e-20, 1e24):
+        assert "residual multiplier" in str(supports(model_spec(config("granite", residual_multiplier=scale))))
+    assert supports(model_spec(config("granite", residual_multiplier=0.22))) is None

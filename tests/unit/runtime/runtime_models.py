@@ -63,6 +63,9 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "granite": ("granite", tiny.GRANITE | {"attention_bias": True, "mlp_bias": True}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}),
     "qwen3-moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3-moe-many": (  # so many that each is computed by one thread
+        "qwen3_moe", {"num_experts": 16, "num_experts_per_tok": 6, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    ),
     "qwen3-moe-shares": ("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": False, "decoder_sparse_step": 2}),
 }  # fmt: skip
 
@@ -100,8 +103,10 @@ class Quantized(Model):
 def quantized(name: str, scheme: Callable[[str], str | None], head: str | None = None) -> tuple[Quantized, PreTrainedModel]:
     """A tiny model with linears rounded by `scheme(module name)`, its tied head and embedding by `head`, and transformers' model with the same dequantized weights."""
     plain = model(name)
-    linears = [n.removesuffix(".weight") for n in plain.weights.names() if "_proj." in n and n.endswith(".weight")]
+    linears = [n.removesuffix(".weight") for n in plain.weights.names() if n.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))]
     schemes = {n: parse(text) for n in linears if (text := scheme(n)) is not None}
+    assert plain.spec is not None
+    assert plain.spec.experts is None or any(".experts." in n for n in schemes)
     if head is not None:
         schemes["lm_head"] = parse(head)
     ours = Quantized(**{f: getattr(plain, f) for f in plain.__dataclass_fields__})
@@ -118,10 +123,10 @@ def _matrix(modules: dict[str, torch.nn.Module], linear: str) -> torch.Tensor:
     """A linear's weight, which is a part of a stack where it is an expert's."""
     if linear in modules:
         return modules[linear].get_parameter("weight")
-    block, expert, part = linear.rsplit(".", 2)
-    if part == "down_proj":
-        return modules[block].get_parameter(part)[int(expert)]
-    return modules[block].get_parameter("gate_up_proj")[int(expert)].chunk(2)[part == "up_proj"]
+    block, expert, part = linear.replace("block_sparse_moe", "mlp").rsplit(".", 2)
+    if part in ("down_proj", "w2"):
+        return modules[block].get_parameter("down_proj")[int(expert)]
+    return modules[block].get_parameter("gate_up_proj")[int(expert)].chunk(2)[part in ("up_proj", "w3")]
 
 
 def prompts(count: int, longest: int, seed: int = 0, vocabulary: int = 380) -> list[list[int]]:

@@ -12,6 +12,7 @@ from runtime_models import FAMILIES, Quantized, folder, greedy, model, prompts, 
 from safetensors.torch import load_file, save_file
 from tolerances import LOGITS
 
+from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import DataError, ModelError, UnsupportedError
 from qforge.ops.native_module import context
 from qforge.runtime import LLM, SamplingParams, running
@@ -46,7 +47,15 @@ def test_logits_of_windows_equal_those_of_transformers(name: str) -> None:
     assert (torch.cat(pieces) - wanted).abs().max() < LOGITS
 
 
-@pytest.mark.parametrize(("name", "scheme"), [*(("llama", s) for s in ("int4-g32-sym", "int4-g16-asym", "int8-channel-sym", "nf4-g16")), ("qwen3-moe", "int4-g8-sym")])
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        *(("llama", s) for s in ("int4-g32-sym", "int4-g16-asym", "int8-channel-sym", "nf4-g16")),
+        ("qwen3-moe", "int4-g8-sym"),
+        ("qwen3-moe-many", "int4-g16-sym"),
+        ("mixtral", "int4-g32-sym"),
+    ],
+)
 def test_a_quantized_model_equals_transformers_on_the_same_weights(name: str, scheme: str) -> None:
     ours, theirs = quantized(name, lambda n: scheme)
     given = prompts(20, 40, seed=1)
@@ -247,3 +256,14 @@ def test_a_step_is_said_to_read_the_experts_of_one_token() -> None:
     experts = 4 * 3 * spec.hidden_size * spec.intermediate_size * 3 * spec.experts.count  # fp32, three matrices, three layers
     assert runner.weight_bytes() == whole - experts // 2
     assert runner.weight_bytes() == Decoder(read(model("mixtral")), num_blocks=2, block_size=16).weight_bytes()
+
+
+@pytest.mark.parametrize("name", ["llama-yarn", "qwen3-yarn-whole", "gemma3-yarn"])
+def test_scales_of_keys_are_those_of_keys_that_yarn_has_multiplied(name: str) -> None:
+    """As a checkpoint says them, and transformers' cache rounds: of rotated keys times YaRN's factor, which the runtime multiplies scores by instead."""
+    window = [i * 37 % 380 + 3 for i in range(120)]
+    said = replace(model(name), kv_scales={f"model.layers.{i}.self_attn": (0.011, 0.02) for i in range(3)})
+    ours, theirs = (torch.cat(list(scorer.score([window]))) for scorer in (LLM(said), TransformersEngine(said)))
+    assert (ours - theirs).norm() < 1e-2 * theirs.norm()  # a code may fall the other way
+    exact = torch.cat(list(LLM(model(name)).score([window])))
+    assert (ours - exact).norm() > 5 * (ours - theirs).norm()

@@ -16,13 +16,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from qforge.errors import ModelError, last_line
 from qforge.models.gguf_header import GgufHeader
 
-FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}
-FAMILIES |= {"gemma": "gemma", "smollm3": "smollm3", "granite": "granite"}
+FAMILIES = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma": "gemma", "gemma3": "gemma3_text", "smollm3": "smollm3", "granite": "granite",
+}  # fmt: skip
 _MIXTURES = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # the families of architectures that may have experts
 _MOST_EXPERTS = 4096
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
-_ARCHITECTURES |= {"qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM"}
-_ARCHITECTURES |= {"gemma": "GemmaForCausalLM", "smollm3": "SmolLM3ForCausalLM", "granite": "GraniteForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma": "GemmaForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "smollm3": "SmolLM3ForCausalLM", "granite": "GraniteForCausalLM",
+}  # fmt: skip
 _MLP_BIAS = ("llama", "granite")
 _GEMMA3_PERIOD = 6  # every sixth layer attends to everything (Gemma 3 report, section 2)
 _GEMMA3_27B_LAYERS = 62  # the one size that scales queries by hidden / heads instead of the head's width

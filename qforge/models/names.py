@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from gguf import TensorNameMap
 
 # Hugging Face model_type -> GGUF `general.architecture`
-GGUF_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "mixtral": "llama"}
-GGUF_ARCHITECTURES |= {"gemma": "gemma", "smollm3": "smollm3", "granite": "granite"}
+GGUF_ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma3_text": "gemma3",
+    "smollm3": "smollm3", "granite": "granite",
+}  # fmt: skip
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 JOINT = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # linears that vLLM multiplies as one, and its name for that

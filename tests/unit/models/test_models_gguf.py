@@ -359,7 +359,7 @@ def test_two_scalings_of_rope_at_once_are_refused(bases: dict[str, Path], tmp_pa
 
 def test_models_that_are_not_read_from_gguf_are_named(bases: dict[str, Path], tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", bases["llama"], arch="mamba")
-    with pytest.raises(ModelError, match="'mamba'; qforge reads llama, qwen2, qwen3, gemma3"):
+    with pytest.raises(ModelError, match="'mamba'; qforge reads llama, qwen2, qwen3, qwen3moe, gemma, gemma3"):
         open_model("m.gguf", folder=tmp_path)
     write(tmp_path / "e.gguf", bases["qwen2"], extra=lambda w: w.add_expert_count(8))
     with pytest.raises(ModelError, match="8 experts in a layer; qforge reads up to 4096 of llama and qwen3moe models"):

@@ -40,7 +40,7 @@ from qforge.runtime.gpu_decoder import GpuDecoder
 from qforge.runtime.linears import Dense, Linear, Weight, joined
 from qforge.runtime.places import Gpu
 from qforge.runtime.sequence import SamplingParams
-from qforge.runtime.weights import Layer, Weights
+from qforge.runtime.weights import Layer, Mlp, Weights
 from qforge.scheme import parse
 from qforge.types import ModelSpec
 
@@ -99,7 +99,8 @@ def random_weights(spec: ModelSpec, place: Gpu, scheme: str, tied: bool) -> Weig
     layers = []
     for rope in spec.layer_ropes:
         qkv, output = product(heads, kv, kv, inputs=width), product(width, inputs=heads)
-        layers.append(Layer(ones, qkv, attention, output, None, ones, product(inner, inner, inputs=width), product(width, inputs=inner), None, rope))
+        mlp = Mlp(product(inner, inner, inputs=width), product(width, inputs=inner))
+        layers.append(Layer(ones, qkv, attention, output, None, ones, None, (mlp,), None, rope))
     table = torch.randn(spec.vocab_size, width, generator=g, device=place.device, dtype=place.dtype)
     head = place.tied(Dense(table))
     if not tied:

@@ -22,6 +22,7 @@ from torch import nn
 from qforge.errors import UnsupportedError
 
 _ROWS: ContextVar[torch.Tensor | None] = ContextVar("rows", default=None)
+MOST_EXPERTS = 4096  # in a layer of any model
 _TOLERANCE = 1e-5  # of the output: fp32 sums in another order
 _DOWN, _UP = "down_proj", ("gate_up_proj", "up_proj")
 

@@ -14,13 +14,13 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from qforge.errors import ModelError, last_line
+from qforge.models.experts import MOST_EXPERTS
 from qforge.models.gguf_header import GgufHeader
 
 FAMILIES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma": "gemma", "gemma3": "gemma3_text", "smollm3": "smollm3", "granite": "granite",
 }  # fmt: skip
 _MIXTURES = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # the families of architectures that may have experts
-_MOST_EXPERTS = 4096
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma": "GemmaForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "smollm3": "SmolLM3ForCausalLM", "granite": "GraniteForCausalLM",
@@ -43,8 +43,8 @@ def gguf_config(header: GgufHeader) -> PretrainedConfig:
         raise ModelError(f"{header.path} is one of {parts} parts; join them first: llama-gguf-split --merge")
     get = _Keys(header)
     experts = get.number("expert_count", None, int) if get.optional("expert_count", 0) else 0
-    if experts and (architecture not in _MIXTURES or experts > _MOST_EXPERTS):
-        raise ModelError(f"{header.path} has {experts} experts in a layer; qforge reads up to {_MOST_EXPERTS} of {' and '.join(_MIXTURES)} models")
+    if experts and (architecture not in _MIXTURES or experts > MOST_EXPERTS):
+        raise ModelError(f"{header.path} has {experts} experts in a layer; qforge reads up to {MOST_EXPERTS} of {' and '.join(_MIXTURES)} models")
     family = _MIXTURES[architecture] if experts else FAMILIES[architecture]
     values = _sizes(header, get, family) | (_experts(header, get, family, experts) if experts else {})
     values |= _gemma3(header, get, values) if family == "gemma3_text" else {"rope_parameters": _rope(header, get, values["head_dim"])}

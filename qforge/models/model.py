@@ -16,6 +16,7 @@ from qforge.files import sha256_file
 from qforge.models import assets as asset_files
 from qforge.models import skeleton as skeletons
 from qforge.models.config import read_config
+from qforge.models.experts import MOST_EXPERTS
 from qforge.models.locate import locate, model_folder
 from qforge.models.shards import Shards, check_index, find
 from qforge.models.spec import model_spec
@@ -27,7 +28,7 @@ from qforge.types import KvScales, ModelSpec
 if TYPE_CHECKING:
     from qforge.models.adapter import AdapterReport
 
-_EXPERTS, _MOST_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 4096
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -115,9 +116,9 @@ def _open_directory(source: str, path: Path, dtype: str, trust_remote_code: bool
     check_index(path, shards)
     if config.num_hidden_layers > len(shards.names()):
         raise ModelError(f"{path}: config.json tells of {config.num_hidden_layers} layers, but the weights hold {len(shards.names())} tensors in all")
-    many = next((f"{key} = {n:,}" for key in _EXPERTS if isinstance(n := getattr(config, key, None), int) and n > _MOST_EXPERTS), None)
+    many = next((f"{key} = {n:,}" for key in _EXPERTS if isinstance(n := getattr(config, key, None), int) and n > MOST_EXPERTS), None)
     if many is not None:
-        raise ModelError(f"{path}: config.json tells of {many}; no model has more than {_MOST_EXPERTS:,} experts in a layer")
+        raise ModelError(f"{path}: config.json tells of {many}; no model has more than {MOST_EXPERTS:,} experts in a layer")
     skeleton = skeletons.build(config, trust_remote_code=trust_remote_code)
     schemes: Mapping[str, Scheme] = {}
     kv_scales: KvScales = {}

@@ -74,8 +74,8 @@ def gguf_names(config: PretrainedConfig) -> dict[str, str]:
 
 def _expert_names(model_type: str, layer: str, count: int, lookup: TensorNameMap) -> dict[str, str]:
     block, parts = _EXPERTS[model_type]
-    stacks = {part: lookup.get_name(f"{layer}{block}.experts.{part}") for part in parts}
-    return {f"{layer}{block}.experts.{e}.{part}.weight": one_of(f"{stack}.weight", e) for e in range(count) for part, stack in stacks.items()}
+    stacks = [lookup.get_name(f"{layer}{block}.experts.{part}") for part in parts]
+    return {f"{layer}{module}.weight": one_of(f"{stack}.weight", e) for e, modules in enumerate(mlps(model_type, count)) for module, stack in zip(modules, stacks, strict=True)}
 
 
 def one_of(stack: str, index: int) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from qforge.errors import ModelError, UnsupportedError
-from qforge.layouts.base import expect_finite, expect_shape, narrowest, take_matrix
+from qforge.errors import ModelError
+from qforge.layouts.base import expect_contiguous, expect_finite, expect_shape, narrowest, take_matrix
 from qforge.layouts.bits import pack_nibbles, pack_pairs_of_rows, unpack_nibbles, unpack_pairs_of_rows
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Number, Per, ScaleFormat, Scheme, parse
@@ -72,8 +72,7 @@ class Ascend:
             UnsupportedError: groups in activation order.
         """
         assert self.supports(q.scheme) is None, self.supports(q.scheme)
-        if q.group_index is not None:
-            raise UnsupportedError(f"an {self.name} checkpoint has one scale for neighbouring inputs; groups in activation order cannot be stored losslessly")
+        expect_contiguous(q, f"an {self.name} checkpoint")
         weight = q.codes
         if q.scheme.bits == 4:
             low = q.codes.view(torch.uint8) & 0xF

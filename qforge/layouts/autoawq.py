@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from qforge.errors import ModelError, UnsupportedError
-from qforge.layouts.base import expect_finite, expect_shape, take_matrix
+from qforge.errors import ModelError
+from qforge.layouts.base import expect_contiguous, expect_finite, expect_shape, half_problem, half_scales, signed, take_matrix, unsigned
 from qforge.layouts.bits import pack_words, unpack_words
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Granularity, Number, Per, ScaleFormat, ScaleType, Scheme, Symmetry
@@ -42,11 +42,9 @@ class AutoAwq:
             return f"an AWQ checkpoint has one scale per group or per channel, not per {scheme.granularity.per}"
         if scheme.symmetry is Symmetry.OFFSET:
             return "an AWQ checkpoint has integer zero points, no offsets"
-        if scheme.scale.super_granularity is not None or scheme.scale.type not in (ScaleType.F16BF16, ScaleType.F16):
-            return f"an AWQ checkpoint stores scales in fp16, which does not hold {scheme.scale} exactly"
         if scheme.activations is not None:
             return "an AWQ checkpoint cannot say that activations are rounded"
-        return None
+        return half_problem(scheme, "an AWQ checkpoint")
 
     def problem_with(self, out_features: int) -> str | None:
         """Why a weight with so many outputs has no whole words in the layout; None if it has."""
@@ -59,13 +57,8 @@ class AutoAwq:
             UnsupportedError: a scale is not exact in fp16, or the groups are not contiguous (act-order).
         """
         assert self.supports(q.scheme) is None, self.supports(q.scheme)
-        if q.group_index is not None:
-            raise UnsupportedError("an AWQ checkpoint has groups of neighbouring inputs; groups in activation order (g_idx) cannot be stored, but export gptq can")
-        scales = q.scales.to(torch.float16)
-        if not torch.equal(scales.float(), q.scales):
-            raise UnsupportedError("a scale is not exact in fp16, in which AWQ checkpoints store scales")
-        codes = (q.codes.to(torch.int16) + _MIDDLE).to(torch.uint8) if q.scheme.symmetric else q.codes
-        zeros = torch.full(q.scales.shape, _MIDDLE, dtype=torch.uint8) if q.zeros is None else q.zeros
+        expect_contiguous(q, "an AWQ checkpoint", "; export gptq can")
+        scales, (codes, zeros) = half_scales(q, "an AWQ checkpoint"), unsigned(q, _BITS)
         return {"qweight": _pack(codes), "qzeros": _pack(zeros), "scales": scales.T.contiguous()}
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantizedLinear:
@@ -85,7 +78,7 @@ class AutoAwq:
             return QuantizedLinear(scheme, codes, scales, zeros, bias=tensors.get("bias"))
         if not (zeros == _MIDDLE).all():
             raise ModelError(f"an AWQ weight read as symmetric has the zero point {zeros[zeros != _MIDDLE][0]} where all should be {_MIDDLE}")
-        return QuantizedLinear(scheme, (codes.to(torch.int16) - _MIDDLE).to(torch.int8), scales, None, bias=tensors.get("bias"))
+        return QuantizedLinear(scheme, signed(codes, _BITS), scales, None, bias=tensors.get("bias"))
 
 
 def read_config(config: Mapping[str, Any], quantized: Sequence[str], read: Callable[[str], torch.Tensor]) -> dict[str, Scheme]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from qforge.errors import ModelError, UnsupportedError
-from qforge.layouts.base import expect_finite, expect_group_index, expect_shape, take_matrix
+from qforge.layouts.base import expect_finite, expect_group_index, expect_shape, half_problem, half_scales, signed, take_matrix, unsigned
 from qforge.layouts.bits import pack_words, unpack_words, words_for
 from qforge.patterns import matches
 from qforge.qlinear import QuantizedLinear
@@ -42,11 +42,9 @@ class AutoGptq:
             return f"a GPTQ checkpoint has one scale per group or per channel, not per {scheme.granularity.per}"
         if scheme.symmetry is Symmetry.OFFSET:
             return "a GPTQ checkpoint has integer zero points, no offsets"
-        if scheme.scale.super_granularity is not None or scheme.scale.type not in (ScaleType.F16BF16, ScaleType.F16):
-            return f"a GPTQ checkpoint stores scales in fp16, which does not hold {scheme.scale} exactly"
         if scheme.activations is not None:
             return "a GPTQ checkpoint cannot say that activations are rounded"
-        return None
+        return half_problem(scheme, "a GPTQ checkpoint")
 
     def problem_with(self, out_features: int, in_features: int, bits: int) -> str | None:
         """Why a weight of this shape has no whole words in the layout; None if it has."""
@@ -62,14 +60,10 @@ class AutoGptq:
             UnsupportedError: a scale is not exact in fp16, or version 1 cannot hold a zero point of zero.
         """
         assert self.supports(q.scheme) is None, self.supports(q.scheme)
-        middle, bits = 1 << (q.scheme.bits - 1), q.scheme.bits
-        codes = (q.codes.to(torch.int16) + middle).to(torch.uint8) if q.scheme.symmetric else q.codes
-        zeros = torch.full(q.scales.shape, middle, dtype=torch.uint8) if q.zeros is None else q.zeros
+        bits, (codes, zeros) = q.scheme.bits, unsigned(q, q.scheme.bits)
         if self.version == 1 and (zeros == 0).any():
             raise UnsupportedError("version 1 of the GPTQ layout stores zero points minus one and has no zero point 0; use version 2")
-        scales = q.scales.to(torch.float16)
-        if not torch.equal(scales.float(), q.scales):
-            raise UnsupportedError("a scale is not exact in fp16, in which GPTQ checkpoints store scales")
+        scales = half_scales(q, "a GPTQ checkpoint")
         index = q.group_index if q.group_index is not None else _contiguous(q.in_features, q.scheme)
         return {
             "qweight": pack_words(codes.T.contiguous(), bits, dim=0),
@@ -107,7 +101,7 @@ class AutoGptq:
         middle = 1 << (scheme.bits - 1)
         if not (zeros == middle).all():
             raise ModelError(f"a symmetric GPTQ checkpoint has the zero point {middle} everywhere, but this one has {zeros[zeros != middle][0]}; is it one with sym: false?")
-        return QuantizedLinear(scheme, (codes.to(torch.int16) - middle).to(torch.int8), scales, None, index, bias=tensors.get("bias"))
+        return QuantizedLinear(scheme, signed(codes, scheme.bits), scales, None, index, bias=tensors.get("bias"))
 
 
 def version(config: Mapping[str, Any]) -> int:

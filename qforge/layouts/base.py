@@ -1,4 +1,4 @@
-"""What a byte layout is, and the checks on tensors read from other people's files that all layouts share."""
+"""What a byte layout is, and what layouts share: refusals, codes without signs, and checks on tensors read from other people's files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from qforge.errors import ModelError
+from qforge.errors import ModelError, UnsupportedError
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import ScaleType, Scheme
 
@@ -31,6 +31,54 @@ class Layout(Protocol):
         Raises:
             ModelError: a tensor is missing, or its shape or type does not fit the scheme.
         """
+
+
+class Shaped(Layout, Protocol):
+    """A layout of a safetensors file, whose header comes before any tensor."""
+
+    def shapes(self, scheme: Scheme, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor that `pack` makes."""
+
+
+def half_problem(scheme: Scheme, layout: str) -> str | None:
+    """Why a layout that stores one level of scales in fp16 does not hold the scheme's exactly; None if it does."""
+    held = scheme.scale.super_granularity is None and scheme.scale.type in (ScaleType.F16BF16, ScaleType.F16)
+    return None if held else f"{layout} stores scales in fp16, which does not hold {scheme.scale} exactly"
+
+
+def expect_contiguous(q: QuantizedLinear, layout: str, instead: str = "") -> None:
+    """Refuse groups in activation order, for layouts that have a scale for neighbouring inputs.
+
+    Raises:
+        UnsupportedError: see above; the message ends with `instead`.
+    """
+    if q.group_index is not None:
+        raise UnsupportedError(f"{layout} has one scale for neighbouring inputs; groups in activation order (g_idx) cannot be stored losslessly{instead}")
+
+
+def half_scales(q: QuantizedLinear, layout: str) -> torch.Tensor:
+    """The scales in fp16.
+
+    Raises:
+        UnsupportedError: one is not exact in it.
+    """
+    scales = q.scales.to(torch.float16)
+    if not torch.equal(scales.float(), q.scales):
+        raise UnsupportedError(f"a scale is not exact in fp16, in which {layout} stores scales")
+    return scales
+
+
+def unsigned(q: QuantizedLinear, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes `[O, I]` and zero points `[R, C]` of integers, uint8, in containers of so many bits; those of a symmetric weight are shifted by half of a container's range."""
+    if q.zeros is not None:
+        return q.codes, q.zeros
+    middle = 1 << (bits - 1)
+    return (q.codes.to(torch.int16) + middle).to(torch.uint8), torch.full(q.scales.shape, middle, dtype=torch.uint8)
+
+
+def signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of a symmetric weight, int8, from those that `unsigned` makes."""
+    return (codes.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
 
 
 def take(tensors: Mapping[str, torch.Tensor], name: str, layout: str) -> torch.Tensor:

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 import torch
 
-from qforge.errors import ModelError, UnsupportedError
-from qforge.layouts.base import expect_finite, expect_shape, take
+from qforge.errors import ModelError
+from qforge.layouts.base import expect_contiguous, expect_finite, expect_shape, half_problem, half_scales, take
 from qforge.layouts.bits import pack_flags, pack_halves, unpack_flags, unpack_halves
 from qforge.qlinear import QuantizedLinear, code_dtype
-from qforge.scheme import Per, ScaleType, Scheme, Symmetry
+from qforge.scheme import Per, Scheme, Symmetry
 
 BLOCK = 32
 BITS = {"Q4_0": 4, "Q5_0": 5, "Q8_0": 8}
@@ -54,9 +54,7 @@ class GgufBlocks:
             return f"{self.name} has one scale for {BLOCK} inputs, and group size {scheme.granularity.columns} is not a multiple of {BLOCK}"
         if scheme.granularity.per is Per.BLOCK:
             return f"{self.name} has one scale for {BLOCK} inputs, not for a two-dimensional block"
-        if scheme.scale.super_granularity is not None or scheme.scale.type not in (ScaleType.F16BF16, ScaleType.F16):
-            return f"{self.name} stores scales in fp16, which does not hold {scheme.scale} exactly"
-        return None
+        return half_problem(scheme, self.name)
 
     def problem_with(self, out_features: int, in_features: int) -> str | None:
         """Why a weight of this shape has no whole blocks; None if it has."""
@@ -69,11 +67,8 @@ class GgufBlocks:
             UnsupportedError: a scale is not exact in fp16, or the groups are not contiguous (act-order).
         """
         assert self.supports(q.scheme) is None, self.supports(q.scheme)
-        if q.group_index is not None:
-            raise UnsupportedError(f"{self.name} has one scale for {BLOCK} neighbouring inputs; groups in activation order cannot be stored losslessly")
-        scales = q.scales.to(torch.float16)
-        if not torch.equal(scales.float(), q.scales):
-            raise UnsupportedError(f"a scale is not exact in fp16, in which {self.name} stores scales")
+        expect_contiguous(q, self.name)
+        scales = half_scales(q, self.name)
         zeros = 0 if q.zeros is None else _per_input(q.zeros, q).to(torch.int16)
         values = (q.codes.to(torch.int16) - zeros).view(q.out_features, -1, BLOCK)
         d = _per_input(scales, q)[:, ::BLOCK].clone(memory_format=torch.contiguous_format).view(torch.uint8).view(q.out_features, -1, 2)

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
-from qforge.errors import ModelError, UnsupportedError
+from qforge.errors import ModelError
 from qforge.layouts import gguf_superblocks
-from qforge.layouts.base import expect_finite, take
+from qforge.layouts.base import expect_contiguous, expect_finite, half_problem, half_scales, take, unsigned
 from qforge.qlinear import QuantizedLinear
-from qforge.scheme import Per, ScaleType, Scheme, Symmetry
+from qforge.scheme import Per, Scheme, Symmetry
 from qforge.superblocks import TYPES, Superblocks
 
-_TYPE = TYPES["Q4_K"]
+_TYPE, _BITS = TYPES["Q4_K"], 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,11 @@ class GgufQ4K:
 
     def supports(self, scheme: Scheme) -> str | None:
         """None when the type holds the scheme losslessly, or the reason why not."""
-        if not scheme.number.is_int or scheme.bits > 4 or scheme.symmetry is Symmetry.OFFSET:
-            return f"{self.name} holds integers of up to 4 bits with one scale and zero point for {_TYPE.block} inputs, not {scheme}"
+        if not scheme.number.is_int or scheme.bits > _BITS or scheme.symmetry is Symmetry.OFFSET:
+            return f"{self.name} holds integers of up to {_BITS} bits with one scale and zero point for {_TYPE.block} inputs, not {scheme}"
         if scheme.granularity.per is Per.BLOCK or scheme.granularity.columns % _TYPE.block:
             return f"{self.name} holds one scale for {_TYPE.block} inputs of a row without rounding, and {scheme.granularity} is not made of such"
-        if scheme.scale.super_granularity is not None or scheme.scale.type not in (ScaleType.F16BF16, ScaleType.F16):
-            return f"{self.name} stores scales in fp16, which does not hold {scheme.scale} exactly"
-        return None
+        return half_problem(scheme, self.name)
 
     def problem_with(self, out_features: int, in_features: int) -> str | None:
         """Why a weight of this shape has no whole blocks; None if it has."""
@@ -52,16 +50,10 @@ class GgufQ4K:
             UnsupportedError: a scale is not exact in fp16, or the groups are not contiguous (act-order).
         """
         assert self.supports(q.scheme) is None, self.supports(q.scheme)
-        if q.group_index is not None:
-            raise UnsupportedError(f"{self.name} has one scale for neighbouring inputs; groups in activation order cannot be stored losslessly")
-        half = q.scales.to(torch.float16)
-        if not torch.equal(half.float(), q.scales):
-            raise UnsupportedError(f"a scale is not exact in fp16, in which {self.name} stores scales")
-        middle = 8 if q.zeros is None else 0
-        zeros = torch.full_like(q.scales, middle) if q.zeros is None else q.zeros
-        d, minima = _by_block(half, q), _by_block(zeros.to(torch.int16), q)[:, None].expand(-1, _TYPE.groups).contiguous()
-        codes = (q.codes.to(torch.int16) + middle).view(-1, _TYPE.groups, _TYPE.group)
-        blocks = Superblocks(_TYPE, codes, d, torch.ones_like(minima), d, minima)
+        expect_contiguous(q, self.name)
+        scales, (codes, zeros) = half_scales(q, self.name), unsigned(q, _BITS)
+        d, minima = _by_block(scales, q), _by_block(zeros.to(torch.int16), q)[:, None].expand(-1, _TYPE.groups).contiguous()
+        blocks = Superblocks(_TYPE, codes.to(torch.int16).view(-1, _TYPE.groups, _TYPE.group), d, torch.ones_like(minima), d, minima)
         return {"weight": gguf_superblocks.pack(blocks).view(q.out_features, -1)}
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantizedLinear:
@@ -80,7 +72,7 @@ class GgufQ4K:
         shape = scheme.scale_shape(len(data), data.shape[1] // _TYPE.nbytes * _TYPE.block)
         scales, zeros = (v.reshape(*shape, -1) for v in (expect_finite(b.d, "d", self.name), b.minima.flatten()))
         alike = (scales == scales[..., :1]).all() and (zeros == zeros[..., :1]).all() and (b.scales == 1).all() and torch.equal(b.d, b.dmin)
-        middle = 8 if scheme.symmetric else 0
+        middle = 1 << (_BITS - 1) if scheme.symmetric else 0
         codes = b.codes.reshape(len(data), -1) - middle
         low, high = scheme.code_range
         zeros = zeros[..., 0]

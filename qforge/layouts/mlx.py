@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from qforge.errors import ModelError, UnsupportedError
-from qforge.layouts.base import blocks_problem, expect_finite, expect_shape, narrowest, take
+from qforge.errors import ModelError
+from qforge.layouts.base import blocks_problem, expect_contiguous, expect_finite, expect_shape, narrowest, signed, take, unsigned
 from qforge.layouts.bits import pack_words, unpack_words, words_for
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Granularity, Number, Per, ScaleFormat, ScaleType, Scheme, Symmetry
@@ -69,12 +69,9 @@ class Mlx:
             UnsupportedError: groups in activation order.
         """
         assert self.supports(q.scheme) is None, self.supports(q.scheme)
-        if q.group_index is not None:
-            raise UnsupportedError(f"{self.name} has one scale for neighbouring inputs; groups in activation order cannot be stored losslessly")
-        middle = 1 << (q.scheme.bits - 1)
-        codes = (q.codes.to(torch.int16) + middle).to(torch.uint8) if q.scheme.symmetric else q.codes
-        zeros = torch.full_like(q.scales, middle) if q.zeros is None else q.zeros.float()
-        scales, biases = (_by_block(v, q, self.block(q.scheme, q.in_features)) for v in (q.scales, -q.scales * zeros))
+        expect_contiguous(q, self.name)
+        codes, zeros = unsigned(q, q.scheme.bits)
+        scales, biases = (_by_block(v, q, self.block(q.scheme, q.in_features)) for v in (q.scales, -q.scales * zeros.float()))
         return {"weight": pack_words(codes, q.scheme.bits).view(torch.uint32), "scales": scales, "biases": biases}
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantizedLinear:
@@ -87,11 +84,11 @@ class Mlx:
         if words.dim() != 2 or words.dtype != torch.uint32:
             raise ModelError(f"{self.name} weight is {words.dtype} {list(words.shape)}; a matrix of torch.uint32 is readable")
         in_features = words.shape[1] * 32 // scheme.bits
-        unsigned = unpack_words(words.view(torch.int32), scheme.bits, in_features)
+        codes = unpack_words(words.view(torch.int32), scheme.bits, in_features)
         blocks = in_features // self.block(scheme, in_features)
         scales, biases = (expect_finite(expect_shape(take(tensors, n, self.name), (len(words), blocks), n, self.name), n, self.name) for n in ("scales", "biases"))
         if scheme.symmetry is Symmetry.OFFSET:
-            return QuantizedLinear(scheme, unsigned, scales.contiguous(), biases.contiguous(), bias=tensors.get("bias"))
+            return QuantizedLinear(scheme, codes, scales.contiguous(), biases.contiguous(), bias=tensors.get("bias"))
         rows, columns = scheme.scale_shape(len(words), in_features)
         per_scale = scales.reshape(rows, columns, -1)
         zeros = torch.where(scales == 0, 0, -biases / scales).reshape(rows, columns, -1)
@@ -101,10 +98,10 @@ class Mlx:
         if (found != found.round()).any() or found.min() < 0 or found.max() > scheme.code_range[1] + (middle if scheme.symmetric else 0):
             raise ModelError(f"this {self.name} weight has biases that are no multiples of its scales, or beyond its codes")
         if not scheme.symmetric:
-            return QuantizedLinear(scheme, unsigned, per_scale[..., 0].contiguous(), found.to(torch.uint8), bias=tensors.get("bias"))
+            return QuantizedLinear(scheme, codes, per_scale[..., 0].contiguous(), found.to(torch.uint8), bias=tensors.get("bias"))
         if not (found[per_scale[..., 0] != 0] == middle).all():
             raise ModelError(f"this {self.name} weight is not symmetric: its zero points are not {middle} everywhere")
-        return QuantizedLinear(scheme, (unsigned.to(torch.int16) - middle).to(torch.int8), per_scale[..., 0].contiguous(), bias=tensors.get("bias"))
+        return QuantizedLinear(scheme, signed(codes, scheme.bits), per_scale[..., 0].contiguous(), bias=tensors.get("bias"))
 
 
 def _by_block(values: torch.Tensor, q: QuantizedLinear, block: int) -> torch.Tensor:

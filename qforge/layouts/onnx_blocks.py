@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from qforge.errors import ModelError, UnsupportedError
-from qforge.layouts.base import blocks_problem, expect_finite, expect_shape, take
+from qforge.errors import ModelError
+from qforge.layouts.base import blocks_problem, expect_contiguous, expect_finite, expect_shape, signed, take, unsigned
 from qforge.layouts.bits import pack_words, unpack_words
 from qforge.qlinear import QuantizedLinear, code_dtype
 from qforge.scheme import Number, Per, Scheme, Symmetry
@@ -73,10 +73,10 @@ class MatMulNBits:
             UnsupportedError: groups in activation order.
         """
         assert self.supports(q.scheme) is None, self.supports(q.scheme)
-        _refuse_order(self.name, q)
+        expect_contiguous(q, self.name)
         bits, block = self.bits(q.scheme), self.block(q.scheme, q.in_features)
-        unsigned = (q.codes.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8) if q.scheme.symmetric else q.codes
-        packed = {"B": _pack(unsigned, bits).view(q.out_features, -1, block * bits // 8), "scales": _by_block(q.scales, q, block)}
+        codes, _ = unsigned(q, bits)
+        packed = {"B": _pack(codes, bits).view(q.out_features, -1, block * bits // 8), "scales": _by_block(q.scales, q, block)}
         return packed if q.zeros is None else packed | {"zero_points": _pack(_by_block(q.zeros, q, block), bits)}
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantizedLinear:
@@ -90,8 +90,8 @@ class MatMulNBits:
             raise ModelError(f"{self.name} tensor 'B' has {data.dim()} dimensions where 3 are needed")
         out_features, blocks, size = data.shape
         block = size * 8 // bits
-        unsigned = _unpack(data.flatten(1), bits, blocks * block)
-        codes = unsigned if not scheme.symmetric else (unsigned.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
+        codes = _unpack(data.flatten(1), bits, blocks * block)
+        codes = signed(codes, bits) if scheme.symmetric else codes
         scales = expect_finite(expect_shape(take(tensors, "scales", self.name), (out_features, blocks), "scales", self.name), "scales", self.name)
         zeros = None
         if not scheme.symmetric:
@@ -139,7 +139,7 @@ class OnnxDequantize:
             UnsupportedError: groups in activation order.
         """
         assert self.supports(q.scheme) is None, self.supports(q.scheme)
-        _refuse_order(self.name, q)
+        expect_contiguous(q, self.name)
         shape = self.scale_shape(q.scheme, q.out_features, q.in_features)
         packed = {"weight": q.codes.T.contiguous(), "scale": _rows(q.scales, q.scheme, q.out_features).T.reshape(shape).contiguous()}
         if q.zeros is not None:
@@ -172,11 +172,6 @@ def _integer_problem(name: str, scheme: Scheme) -> str | None:
     if scheme.symmetry is Symmetry.OFFSET:
         return f"{name} has no offsets"
     return None if scheme.scale.super_granularity is None else f"{name} has one level of scales, not {scheme.scale}"
-
-
-def _refuse_order(name: str, q: QuantizedLinear) -> None:
-    if q.group_index is not None:
-        raise UnsupportedError(f"{name} has one scale for neighbouring inputs; groups in activation order cannot be stored losslessly")
 
 
 def _pack(values: torch.Tensor, bits: int) -> torch.Tensor:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from qforge.errors import ModelError, UnsupportedError
-from qforge.layouts.base import expect_finite, expect_shape, take
+from qforge.errors import ModelError
+from qforge.layouts.base import expect_contiguous, expect_finite, expect_shape, take
 from qforge.layouts.bits import pack_nibbles, unpack_nibbles
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Per, Scheme, Symmetry
@@ -54,8 +54,7 @@ class OpenvinoWeights:
             UnsupportedError: groups in activation order.
         """
         assert self.supports(q.scheme) is None, self.supports(q.scheme)
-        if q.group_index is not None:
-            raise UnsupportedError(f"{self.name} has one scale for neighbouring inputs; groups in activation order cannot be stored losslessly")
+        expect_contiguous(q, self.name)
         groups = q.scheme.scale_shape(q.out_features, q.in_features)[1]
         packed = {"weight": self._bytes(q.codes.reshape(q.out_features, groups, -1), q.scheme), "scale": _rows(q.scales, q)[..., None].contiguous()}
         return packed if q.zeros is None else packed | {"zero_point": self._bytes(_rows(q.zeros, q).reshape(1, -1), q.scheme)}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from qforge.errors import ModelError, UnsupportedError
-from qforge.layouts.base import expect_finite, expect_shape, narrowest, take, take_matrix
+from qforge.layouts.base import expect_contiguous, expect_finite, expect_shape, narrowest, take, take_matrix
 from qforge.layouts.bits import pack_pairs_of_rows, unpack_pairs_of_rows
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import ScaleFormat, Scheme, parse
@@ -79,8 +79,7 @@ class TrtLlm:
             UnsupportedError: a scale is not exact in the model's dtype, or groups are in activation order.
         """
         assert self.supports(q.scheme) is None, self.supports(q.scheme)
-        if q.group_index is not None:
-            raise UnsupportedError(f"{self.name} has one scale for neighbouring inputs; groups in activation order cannot be stored losslessly")
+        expect_contiguous(q, self.name)
         shapes = self.shapes(q.scheme, q.out_features, q.in_features)
         name = next(n for n in shapes if n.startswith("weight_scale"))
         scales = q.scales.reshape(shapes[name][0]).to(shapes[name][1])

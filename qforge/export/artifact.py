@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qforge import __version__
-from qforge.errors import UnsupportedError
 from qforge.export.hf import write_artifact
 from qforge.export.provenance import read_provenance
+from qforge.export.refusal import refuse
 from qforge.export.writer import SHARD_BYTES
 from qforge.layouts import checkpoint
 from qforge.models.model import Model
@@ -43,9 +43,7 @@ class ArtifactExporter:
             UnsupportedError: `check` says why not, or the groups are in activation order.
             OutputError: the folder cannot be written.
         """
-        reason = self.check(model)
-        if reason:
-            raise UnsupportedError(f"{self.name}: {reason}")
+        refuse(self.name, self.check(model))
         origin = read_provenance(model.assets) or {"qforge_version": __version__, "model": {"source": Path(model.source).name, "sha256": model.fingerprint()}}
         write_artifact(folder, model, model.schemes, model.linear, origin, kv_scales=model.kv_scales, shard_bytes=self.shard_bytes)
         return sorted(p for p in folder.rglob("*") if p.is_file())

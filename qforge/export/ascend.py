@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from qforge.errors import UnsupportedError
-from qforge.export.hf import packed_linear, weight_shape, write_checkpoint
-from qforge.export.writer import SHARD_BYTES, Piece
+from qforge.export.hf import weight_shape, write_checkpoint
+from qforge.export.refusal import refuse
+from qforge.export.writer import SHARD_BYTES
 from qforge.layouts.ascend import FILE, Ascend
 from qforge.models.model import Model
 from qforge.models.names import HEAD
@@ -44,16 +44,9 @@ class AscendExporter:
             UnsupportedError: `check` says why not, or groups are in activation order.
             OutputError: the folder cannot be written.
         """
-        reason = self.check(model)
-        if reason:
-            raise UnsupportedError(f"Ascend: {reason}")
-        layout = Ascend()
-
-        def packed(module: str) -> Piece:
-            return packed_linear(model, module, layout.shapes(model.schemes[module], *weight_shape(model, module)), layout.pack)
-
+        refuse("Ascend", self.check(model))
         told = {FILE: description(model)}
-        return write_checkpoint(folder, model, packed, lambda: told, shard_bytes=self.shard_bytes, stem="quant_model_weights")
+        return write_checkpoint(folder, model, Ascend(), lambda: told, shard_bytes=self.shard_bytes, stem="quant_model_weights")
 
 
 def description(model: Model) -> Mapping[str, Any]:

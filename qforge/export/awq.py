@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
-from qforge.errors import UnsupportedError
 from qforge.export.gptq import left_alone
-from qforge.export.hf import packed_linear, unquantized_linears, weight_shape, write_checkpoint
-from qforge.export.writer import SHARD_BYTES, Piece
+from qforge.export.hf import unquantized_linears, weight_shape, write_checkpoint
+from qforge.export.refusal import refuse
+from qforge.export.writer import SHARD_BYTES
 from qforge.layouts.autoawq import AutoAwq
 from qforge.models.model import Model
 from qforge.models.names import HEAD
@@ -48,15 +46,9 @@ class AwqExporter:
             UnsupportedError: `check` says why not, or a value does not fit (a scale that is not exact in fp16, groups in activation order).
             OutputError: the folder cannot be written.
         """
-        reason = self.check(model)
-        if reason:
-            raise UnsupportedError(f"AWQ: {reason}")
-
-        def packed(module: str) -> Piece:
-            return packed_linear(model, module, _shapes(model.schemes[module], *weight_shape(model, module)), AutoAwq().pack)
-
+        refuse("AWQ", self.check(model))
         settings = quantization_config(model.schemes, unquantized_linears(model, model.schemes))
-        return write_checkpoint(folder, model, packed, lambda: {"config.json": {"quantization_config": settings}}, shard_bytes=self.shard_bytes)
+        return write_checkpoint(folder, model, AutoAwq(), lambda: {"config.json": {"quantization_config": settings}}, shard_bytes=self.shard_bytes)
 
 
 def quantization_config(schemes: Mapping[str, Scheme], unquantized: list[str]) -> dict[str, Any]:
@@ -79,13 +71,3 @@ def quantization_config(schemes: Mapping[str, Scheme], unquantized: list[str]) -
 
 def _group_size(scheme: Scheme) -> int:
     return scheme.granularity.columns if scheme.granularity.per is Per.GROUP else -1
-
-
-def _shapes(scheme: Scheme, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each tensor."""
-    columns = scheme.scale_shape(out_features, in_features)[1]
-    return {
-        "qweight": ((in_features, out_features // 8), torch.int32),
-        "qzeros": ((columns, out_features // 8), torch.int32),
-        "scales": ((columns, out_features), torch.float16),
-    }

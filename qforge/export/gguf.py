@@ -20,6 +20,7 @@ from qforge.export.gguf_metadata import add_metadata, metadata_problem, rope_fac
 from qforge.export.gguf_types import MIXES
 from qforge.export.gguf_vocabulary import add_vocabulary, vocabulary_problem
 from qforge.export.hf import weight_shape
+from qforge.export.refusal import refuse
 from qforge.files import atomic
 from qforge.layouts import gguf_schemes
 from qforge.layouts.gguf_blocks import BLOCK, GgufBlocks
@@ -116,9 +117,7 @@ class GgufExporter:
             UnsupportedError: `check` says why not, or a value does not fit (a scale that is not exact in fp16, groups in activation order).
             OutputError: the folder cannot be written.
         """
-        reason = self.check(model)
-        if reason:
-            raise UnsupportedError(f"GGUF: {reason}")
+        refuse("GGUF", self.check(model))
         tensors = list(self.tensors(model))
         label = self._label(tensors)
         path = folder / f"model-{label.lower()}.gguf"

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
-from qforge.errors import NumericalError, UnsupportedError
+from qforge.errors import NumericalError
 from qforge.export import imatrix as matrices
 from qforge.export.gguf import GgufExporter, Tensor, dequantized, plain, write_file
 from qforge.export.gguf_types import MIXES, tensor_type
 from qforge.export.imatrix import Imatrix
+from qforge.export.refusal import refuse
 from qforge.layouts.gguf_superblocks import pack
 from qforge.methods import superblock
 from qforge.models.model import Model
@@ -51,9 +52,7 @@ class GgufMixExporter:
             NumericalError: a weight is not finite, or needs a scale that fp16 does not hold.
             OutputError: the folder cannot be written.
         """
-        reason = self.check(model)
-        if reason:
-            raise UnsupportedError(f"GGUF: {reason}")
+        refuse("GGUF", self.check(model))
         mix = MIXES[self.type]
         path = folder / f"model-{mix.name}.gguf"
         write_file(path, model, list(self.tensors(model)), int(mix.file_type), lambda writer: self._add_imatrix(writer, model))

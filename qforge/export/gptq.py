@@ -12,11 +12,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from qforge import __version__
-from qforge.errors import UnsupportedError
-from qforge.export.hf import packed_linear, unquantized_linears, weight_shape, write_checkpoint
-from qforge.export.writer import SHARD_BYTES, Piece
+from qforge.export.hf import unquantized_linears, weight_shape, write_checkpoint
+from qforge.export.refusal import refuse
+from qforge.export.writer import SHARD_BYTES
 from qforge.layouts.autogptq import AutoGptq
-from qforge.layouts.bits import words_for
 from qforge.models.model import Model
 from qforge.models.names import HEAD, JOINT
 from qforge.qlinear import QuantizedLinear
@@ -57,9 +56,7 @@ class GptqExporter:
             UnsupportedError: `check` says why not, or a value does not fit (a scale that is not exact in fp16).
             OutputError: the folder cannot be written.
         """
-        reason = self.check(model)
-        if reason:
-            raise UnsupportedError(f"GPTQ: {reason}")
+        refuse("GPTQ", self.check(model))
         layout = layout_for(model.schemes)
         ordered = False
 
@@ -68,14 +65,11 @@ class GptqExporter:
             ordered = ordered or q.group_index is not None
             return layout.pack(q)
 
-        def packed(module: str) -> Piece:
-            return packed_linear(model, module, _shapes(model.schemes[module], *weight_shape(model, module)), pack)
-
         def told() -> dict[str, dict[str, Any]]:
             settings = quantization_config(model.schemes, unquantized_linears(model, model.schemes), desc_act=ordered)
             return {"config.json": {"quantization_config": settings}, "quantize_config.json": settings}  # for readers that do not look into config.json
 
-        return write_checkpoint(folder, model, packed, told, shard_bytes=self.shard_bytes)
+        return write_checkpoint(folder, model, layout, told, shard_bytes=self.shard_bytes, pack=pack)
 
 
 def layout_for(schemes: Mapping[str, Scheme]) -> AutoGptq:
@@ -129,14 +123,3 @@ def left_alone(names: Sequence[str]) -> dict[str, dict[str, int]]:
 
 def _settings(scheme: Scheme) -> tuple[int, int]:
     return scheme.bits, scheme.granularity.columns if scheme.granularity.per is Per.GROUP else -1
-
-
-def _shapes(scheme: Scheme, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each tensor."""
-    columns = scheme.scale_shape(out_features, in_features)[1]
-    return {
-        "qweight": ((words_for(in_features, scheme.bits), out_features), torch.int32),
-        "qzeros": ((columns, words_for(out_features, scheme.bits)), torch.int32),
-        "scales": ((columns, out_features), torch.float16),
-        "g_idx": ((in_features,), torch.int32),
-    }

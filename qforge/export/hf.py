@@ -18,6 +18,7 @@ from qforge.export.provenance import PROVENANCE
 from qforge.export.writer import SHARD_BYTES, Piece, write_safetensors
 from qforge.files import atomic_folder, write_text
 from qforge.layouts import checkpoint, kv_cache
+from qforge.layouts.base import Shaped
 from qforge.models import assets as asset_files
 from qforge.models import skeleton
 from qforge.models.config import read_json
@@ -83,10 +84,11 @@ def write_artifact(
 def write_checkpoint(
     folder: Path,
     model: Model,
-    packed: Callable[[str], Piece],
+    layout: Shaped,
     told: Callable[[], Mapping[str, Mapping[str, Any]]],
     *,
     shard_bytes: int,
+    pack: Callable[[QuantizedLinear], Mapping[str, torch.Tensor]] | None = None,
     stem: str = "model",
     more: Sequence[Piece] = (),
 ) -> list[Path]:
@@ -97,15 +99,22 @@ def write_checkpoint(
     Args:
         folder: where to.
         model: with `schemes`.
-        packed: the piece of a quantized linear.
+        layout: of a quantized linear.
         told: content of JSON files by name, what `config.json` says of the quantization among them; asked for when all weights are written.
         shard_bytes: the largest file of weights.
+        pack: what calls the layout's, where more is to be seen of a linear.
         stem: of the files of weights.
         more: beside weights.
 
     Returns:
         All files.
     """
+
+    def packed(module: str) -> Piece:
+        shapes = layout.shapes(model.schemes[module], *weight_shape(model, module))
+        infos = {f"{module}.{part}": TensorInfo(shape, dtype) for part, (shape, dtype) in shapes.items()}
+        return Piece(infos, lambda: {f"{module}.{part}": tensor for part, tensor in (pack or layout.pack)(model.linear(module)).items()})
+
     with atomic_folder(folder) as temporary:
         write_safetensors(temporary, [*checkpoint_pieces(model, model.schemes, packed), *more], stem=stem, shard_bytes=shard_bytes)
         files = dict(told())
@@ -184,12 +193,6 @@ def weight_shape(model: Model, module: str) -> tuple[int, int]:
         name = model.tied[name]
     rows, columns = model.weights.info(name).shape
     return rows, columns
-
-
-def packed_linear(model: Model, module: str, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], pack: Callable[[QuantizedLinear], Mapping[str, torch.Tensor]]) -> Piece:
-    """A quantized linear as the tensors that a layout makes of it, each under its part of the name."""
-    infos = {f"{module}.{part}": TensorInfo(shape, dtype) for part, (shape, dtype) in shapes.items()}
-    return Piece(infos, lambda: {f"{module}.{part}": tensor for part, tensor in pack(model.linear(module)).items()})
 
 
 def _plain(model: Model, name: str, changed: torch.Tensor | None) -> Piece:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from qforge.errors import UnsupportedError
-from qforge.export.hf import packed_linear, weight_shape, write_checkpoint
-from qforge.export.writer import SHARD_BYTES, Piece
+from qforge.export.hf import weight_shape, write_checkpoint
+from qforge.export.refusal import refuse
+from qforge.export.writer import SHARD_BYTES
 from qforge.layouts.mlx import Mlx
 from qforge.models.model import Model
 
@@ -40,15 +40,8 @@ class MlxExporter:
             UnsupportedError: `check` says why not, or groups are in activation order.
             OutputError: the folder cannot be written.
         """
-        reason = self.check(model)
-        if reason:
-            raise UnsupportedError(f"MLX: {reason}")
-        layout = Mlx()
-
-        def packed(module: str) -> Piece:
-            return packed_linear(model, module, layout.shapes(model.schemes[module], *weight_shape(model, module)), layout.pack)
-
-        return write_checkpoint(folder, model, packed, lambda: {"config.json": {"quantization": _settings(model)}}, shard_bytes=self.shard_bytes)
+        refuse("MLX", self.check(model))
+        return write_checkpoint(folder, model, Mlx(), lambda: {"config.json": {"quantization": _settings(model)}}, shard_bytes=self.shard_bytes)
 
 
 def _settings(model: Model) -> Mapping[str, Any]:

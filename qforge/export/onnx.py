@@ -10,9 +10,10 @@ from typing import ClassVar
 
 import torch
 
-from qforge.errors import MissingCapabilityError, UnsupportedError
+from qforge.errors import MissingCapabilityError
 from qforge.export.hf import copy_assets, weight_shape, write_json
 from qforge.export.onnx_genai import genai_config
+from qforge.export.refusal import refuse
 from qforge.files import atomic_folder
 from qforge.layouts.onnx_blocks import MatMulNBits, OnnxDequantize
 from qforge.models.model import Model
@@ -81,9 +82,7 @@ class OnnxExporter:
             UnsupportedError: `check` says why not, or groups are in activation order.
             OutputError: the folder cannot be written.
         """
-        reason = self.check(model)
-        if reason:
-            raise UnsupportedError(f"ONNX: {reason}")
+        refuse("ONNX", self.check(model))
         assert model.spec is not None
         kind = self.chosen(model)
         with atomic_folder(folder) as temporary:

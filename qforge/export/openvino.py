@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from qforge.engines.openvino_runtime import MODEL
-from qforge.errors import MissingCapabilityError, UnsupportedError
+from qforge.errors import MissingCapabilityError
 from qforge.export.hf import config_json, copy_assets, write_json
 from qforge.export.onnx import OnnxExporter
+from qforge.export.refusal import refuse
 from qforge.files import atomic_folder
 from qforge.models.model import Model
 
@@ -41,9 +42,7 @@ class OpenvinoExporter:
             UnsupportedError: `check` says why not, or groups are in activation order.
             OutputError: the folder cannot be written.
         """
-        reason = self.check(model)
-        if reason:
-            raise UnsupportedError(f"OpenVINO: {reason}")
+        refuse("OpenVINO", self.check(model))
         import openvino
 
         from qforge.export import openvino_graph

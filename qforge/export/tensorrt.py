@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from qforge.engines import tensorrt_build
-from qforge.errors import MissingCapabilityError, UnsupportedError
+from qforge.errors import MissingCapabilityError
 from qforge.export.onnx import OnnxExporter
+from qforge.export.refusal import refuse
 from qforge.files import atomic_folder
 from qforge.models.model import Model
 from qforge.scheme import Number, Per, Scheme
@@ -61,9 +62,7 @@ class TensorrtExporter:
             ModelError: TensorRT refuses the graph.
             OutputError: the folder cannot be written.
         """
-        reason = self.check(model)
-        if reason:
-            raise UnsupportedError(f"TensorRT: {reason}")
+        refuse("TensorRT", self.check(model))
         assert model.spec is not None
         with atomic_folder(folder) as temporary:
             OnnxExporter(ONNX_TYPE).write(model, temporary / "onnx")

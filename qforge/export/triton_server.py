@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qforge.errors import UnsupportedError
 from qforge.export.artifact import ArtifactExporter
 from qforge.export.onnx import OnnxExporter
+from qforge.export.refusal import refuse
 from qforge.files import atomic_folder, write_text
 from qforge.models.model import Model
 from qforge.models.names import HEAD
@@ -59,9 +59,7 @@ class TritonExporter:
             UnsupportedError: `check` says why not, or groups are in activation order.
             OutputError: the folder cannot be written.
         """
-        reason = self.check(model)
-        if reason:
-            raise UnsupportedError(f"Triton: {reason}")
+        refuse("Triton", self.check(model))
         with atomic_folder(folder) as temporary:
             version = temporary / MODEL / VERSION
             (_write_onnx if self.type == "onnx" else _write_vllm)(model, version)

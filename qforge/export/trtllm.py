@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 
 from qforge import __version__
-from qforge.errors import UnsupportedError
-from qforge.export.hf import cache_pieces, packed_linear, unquantized_linears, weight_shape, write_checkpoint
-from qforge.export.writer import SHARD_BYTES, Piece
+from qforge.export.hf import cache_pieces, unquantized_linears, weight_shape, write_checkpoint
+from qforge.export.refusal import refuse
+from qforge.export.writer import SHARD_BYTES
 from qforge.layouts.kv_cache import ALGORITHM
 from qforge.layouts.trtllm import FILE, TrtLlm
 from qforge.models.model import Model
@@ -53,16 +53,9 @@ class TrtLlmExporter:
             UnsupportedError: `check` says why not, or groups are in activation order.
             OutputError: the folder cannot be written.
         """
-        reason = self.check(model)
-        if reason:
-            raise UnsupportedError(f"TensorRT-LLM: {reason}")
-        layout = TrtLlm(model.dtype)
-
-        def packed(module: str) -> Piece:
-            return packed_linear(model, module, layout.shapes(model.schemes[module], *weight_shape(model, module)), layout.pack)
-
+        refuse("TensorRT-LLM", self.check(model))
         told = {FILE: settings(model)}
-        return write_checkpoint(folder, model, packed, lambda: told, shard_bytes=self.shard_bytes, more=cache_pieces("trtllm", model.kv_scales, torch.float32))
+        return write_checkpoint(folder, model, TrtLlm(model.dtype), lambda: told, shard_bytes=self.shard_bytes, more=cache_pieces("trtllm", model.kv_scales, torch.float32))
 
 
 def settings(model: Model) -> dict[str, Any]:

@@ -50,6 +50,15 @@ class AutoAwq:
         """Why a weight with so many outputs has no whole words in the layout; None if it has."""
         return f"{out_features} outputs of {_BITS} bits do not fill whole 32-bit words" if out_features % _WORD else None
 
+    def shapes(self, scheme: Scheme, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor."""
+        columns = scheme.scale_shape(out_features, in_features)[1]
+        return {
+            "qweight": ((in_features, out_features // _WORD), torch.int32),
+            "qzeros": ((columns, out_features // _WORD), torch.int32),
+            "scales": ((columns, out_features), torch.float16),
+        }
+
     def pack(self, q: QuantizedLinear) -> dict[str, torch.Tensor]:
         """The three tensors.
 

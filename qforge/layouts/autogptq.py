@@ -53,6 +53,16 @@ class AutoGptq:
                 return f"{width} {what} of {bits} bits do not fill whole 32-bit words"
         return None
 
+    def shapes(self, scheme: Scheme, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor."""
+        columns = scheme.scale_shape(out_features, in_features)[1]
+        return {
+            "qweight": ((words_for(in_features, scheme.bits), out_features), torch.int32),
+            "qzeros": ((columns, words_for(out_features, scheme.bits)), torch.int32),
+            "scales": ((columns, out_features), torch.float16),
+            "g_idx": ((in_features,), torch.int32),
+        }
+
     def pack(self, q: QuantizedLinear) -> dict[str, torch.Tensor]:
         """The four tensors.
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from qforge import report
-from qforge.errors import OutputError, RecipeError
+from qforge.errors import RecipeError
 from qforge.evaluate import power
-from qforge.files import LOCK, expanded, lock, readable_errors
+from qforge.files import expanded, lock
 from qforge.machine_limits import default_threads
 from qforge.models.blocks import BlockModel
 from qforge.models.locate import model_folder
@@ -21,7 +20,7 @@ from qforge.plan import Plan, make_plan
 from qforge.progress import SILENT, Progress
 from qforge.recipe import Recipe, load_recipe
 from qforge.stages import artifact as artifacts
-from qforge.stages import auto, evidence, exported, exports, importance, outcome, tasks, workers
+from qforge.stages import auto, evidence, exported, exports, importance, outcome, output_folder, tasks, workers
 from qforge.stages.auto import Choice
 from qforge.stages.candidates import DEFAULT, Candidates, candidates
 from qforge.stages.estimates import Estimate, activation_budget, estimate
@@ -32,9 +31,6 @@ from qforge.stages.texts import Texts, gather_texts
 from qforge.text.documents import documents
 from qforge.text.windows import EvaluationWindows, evaluation_windows
 from qforge.types import Evaluation, ExportResult, Results
-
-FINISHED = ("results.json", "report.md", "report.html", "junit.xml")
-OURS = ("work", "model", "exports")
 
 
 def plan(recipe: Recipe | str | Path, *, out: str | Path | None = None, overrides: Sequence[str] = ()) -> tuple[Recipe, Plan, Estimate]:
@@ -51,7 +47,7 @@ def plan(recipe: Recipe | str | Path, *, out: str | Path | None = None, override
     recipe = _loaded(recipe, overrides)
     torch.set_num_threads(recipe.run.threads or default_threads())
     if out is not None:
-        _refuse_foreign(Path(out), recipe)
+        output_folder.check(Path(out), recipe)
     _, merged, model = open_models(recipe)
     blocks = BlockModel(model)
     choices = candidates(recipe, model, blocks)
@@ -103,9 +99,9 @@ def quantize(
         workers.check(planned, texts.calibration)
         budget = _budget(recipe, planned, blocks, texts)
         model_sha256 = model.fingerprint()
-        _refuse_foreign(out, recipe)
+        output_folder.check(out, recipe)
     with lock(out):
-        _start(out, planned, fresh)
+        output_folder.start(out, planned.disk_bytes, fresh)
         journal = Journal(shared or out / "work")
         with meter.stage("texts"):
             texts = gather_texts(recipe, model, planned, journal)
@@ -254,52 +250,3 @@ def _loaded(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
     if recipe.sweep is not None:
         raise RecipeError("this recipe has a sweep, which is several runs: qforge.sweep(recipe) makes them all; --set sweep=null makes the recipe itself one run")
     return recipe
-
-
-def _refuse_foreign(out: Path, recipe: Recipe) -> None:
-    """Keep other people's files: an output folder is empty, or an earlier run's; and nothing that the run reads lies where it writes.
-
-    Raises:
-        OutputError: see above.
-    """
-    if out.exists() and not out.is_dir():
-        raise OutputError(f"{out} is a file; choose another --out")
-    written = [out / name for name in (*OURS, *FINISHED)]
-    if not (out / LOCK).exists():
-        found = [p.name for p in written if p.exists()]
-        if found:
-            raise OutputError(f"{out} is not an output folder of qforge, and has {', '.join(found)} in it, which a run would replace; choose another --out")
-    for source, path in _read(recipe):
-        if path == out.resolve():
-            raise OutputError(f"{out} is the folder of '{source}', which the run reads; choose another --out")
-        if any(path.is_relative_to(w.resolve()) for w in written):
-            raise OutputError(f"the run reads {source}, which lies in {out}, where it writes; choose another --out")
-    if (out / "config.json").exists() and not (out / LOCK).exists():
-        raise OutputError(f"{out} is a model's folder, and has a config.json in it; choose another --out")
-
-
-def _read(recipe: Recipe) -> Iterator[tuple[str, Path]]:
-    """Files and folders of this machine that a run reads: as the recipe names them, and where they are (what is read of an earlier run's folder is its model)."""
-    named: list[tuple[str, tuple[str, ...]]] = [(recipe.model.source, ("demo",)), *((a.source, ()) for a in recipe.adapters), (recipe.calibration.source, ("builtin", "generated"))]
-    named += [] if recipe.evaluate is None else [(recipe.evaluate.text, ("builtin",))]
-    for source, words in named:
-        path = recipe.folder / expanded(source)
-        if source not in words and path.exists():
-            yield source, model_folder(path).resolve()
-
-
-def _start(out: Path, planned: Plan, fresh: bool) -> None:
-    """Make room: what looks finished goes first, then, if asked, all that is finished."""
-    with readable_errors(out):
-        free = shutil.disk_usage(out).free
-    present = sum(p.stat().st_size for p in out.rglob("*") if p.is_file())
-    needed = planned.disk_bytes - present
-    if needed > free:
-        raise OutputError(f"{out}: this run needs about {needed / 1e6:,.1f} MB more on disk, and {free / 1e6:,.1f} MB are free; free some space or choose another --out")
-    with readable_errors(out):
-        for name in FINISHED:
-            (out / name).unlink(missing_ok=True)
-        if fresh:
-            for name in OURS:
-                shutil.rmtree(out / name, ignore_errors=True)
-        (out / "work").mkdir(exist_ok=True)

@@ -114,6 +114,26 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
     elif merged.kv_scales:
         notes.append("the source keeps keys and values as FP8, and is compared so; what is written does not, unless quantize.kv_cache: fp8 calibrates scales anew")
     parameters = _parameters(merged)
+    notes += _head_and_vllm(model, blocks, layers)
+    more = (_parameters(model) - parameters) * model.dtype.itemsize
+    if more:
+        notes.append(f"rotate unties embedding and output head, since only the head takes the last norm's weight: {more / 1e6:,.1f} MB more, unless the head is quantized, too")
+    stored, weights, total = _sizes(model, layers)
+    workers = _workers(recipe, needed, options, notes)
+    total += 2 * blocks.num_blocks * model.dtype.itemsize if KV_CACHE in needed else 0
+    bits_per_weight = stored / weights if weights else 8.0 * model.dtype.itemsize
+    tokens = recipe.calibration.tokens if needed else 0
+    widest = max((p.in_features for p in layers if p.scheme is not None), default=0)
+    # both streams, in the journal and on their way (16 D); the unquantized block's inputs in half precision; what a block's code has left behind where it waits (12 D, two widest)
+    # a tuned block's inputs are kept once more (4 D)
+    spilled = tokens * ((38 if "targets" in needed else 34) * blocks.hidden_size + 10 * widest)
+    disk = total + sum(export_bytes(e.type, parameters, total) for e in recipe.export) + 2 * weights + spilled
+    return Plan(layers, quantizer, transforms, options, needed, workers, parameters, total, bits_per_weight, total / (2 * parameters), disk, tuple(notes))
+
+
+def _head_and_vllm(model: Model, blocks: BlockModel, layers: Sequence[LayerPlan]) -> list[str]:
+    """What quantizing the output head costs, and what vLLM does not load."""
+    notes = []
     untied = untied_because(model, {p.name: p.scheme for p in layers if p.scheme is not None})
     if untied is not None:
         size = blocks.vocab_size * blocks.hidden_size * model.dtype.itemsize
@@ -129,20 +149,7 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
         notes.append(
             f"vLLM 0.32 multiplies these as one linear and does not load an artifact in which they have different schemes: {where}; where it is to run there, give them one"
         )
-    more = (_parameters(model) - parameters) * model.dtype.itemsize
-    if more:
-        notes.append(f"rotate unties embedding and output head, since only the head takes the last norm's weight: {more / 1e6:,.1f} MB more, unless the head is quantized, too")
-    stored, weights, total = _sizes(model, layers)
-    workers = _workers(recipe, needed, options, notes)
-    total += 2 * blocks.num_blocks * model.dtype.itemsize if KV_CACHE in needed else 0
-    bits_per_weight = stored / weights if weights else 8.0 * model.dtype.itemsize
-    tokens = recipe.calibration.tokens if needed else 0
-    widest = max((p.in_features for p in layers if p.scheme is not None), default=0)
-    # both streams, in the journal and on their way (16 D); the unquantized block's inputs in half precision; what a block's code has left behind where it waits (12 D, two widest)
-    # a tuned block's inputs are kept once more (4 D)
-    spilled = tokens * ((38 if "targets" in needed else 34) * blocks.hidden_size + 10 * widest)
-    disk = total + sum(export_bytes(e.type, parameters, total) for e in recipe.export) + 2 * weights + spilled
-    return Plan(layers, quantizer, transforms, options, needed, workers, parameters, total, bits_per_weight, total / (2 * parameters), disk, tuple(notes))
+    return notes
 
 
 def _refuse_unavailable(recipe: Recipe, model: Model) -> None:

@@ -96,19 +96,27 @@ def gather_texts(recipe: Recipe, model: Model, plan: Plan, journal: Journal | No
         "seed": section.seed,
     }
     notes += chosen.notes
-    if read is not None:
-        shared = overlap(source, read)
-        refusal = shared.refusal()
-        if refusal is not None:
-            raise DataError(refusal)
-        warning = shared.warning()
-        notes += (warning,) if warning else ()
-        described["overlap"] = asdict(shared)
-    if evaluation is not None:
-        like = likeness(source.source, *(_read_back(ids, tokenizer) for ids in (chosen.ids.tolist(), evaluation.ids)))
-        notes += (like.warning,) if like.warning else ()
-        described["likeness"] = asdict(like)
+    if read is not None and evaluation is not None:
+        compared, warnings = _compared(source, chosen, read, evaluation, tokenizer)
+        described |= compared
+        notes += warnings
     return Texts(chosen, evaluation, described, notes)
+
+
+def _compared(
+    source: Documents, chosen: CalibrationSet, read: Documents, evaluation: EvaluationWindows, tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What calibration and evaluation share, and how much they are alike, with warnings.
+
+    Raises:
+        DataError: they share too much.
+    """
+    shared = overlap(source, read)
+    refusal = shared.refusal()
+    if refusal is not None:
+        raise DataError(refusal)
+    like = likeness(source.source, *(_read_back(ids, tokenizer) for ids in (chosen.ids.tolist(), evaluation.ids)))
+    return {"overlap": asdict(shared), "likeness": asdict(like)}, tuple(warning for warning in (shared.warning(), like.warning) if warning)
 
 
 def _read_back(windows: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -41,6 +41,9 @@ class RopeSpec:
 
 NO_ROPE = RopeSpec(1.0, "none")
 
+LayerNorms = tuple[str | None, str | None, str | None, str | None]
+PRE_NORMS: LayerNorms = ("input_layernorm", None, "post_attention_layernorm", None)
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
@@ -70,6 +73,8 @@ class ModelSpec:
         layer_windows: per layer, the sliding window in tokens or 0 for full attention.
         layer_ropes: per layer, its rotary embedding.
         attention_scale: multiplier of q.k as the family has it (head_dim ** -0.5 unless the family says otherwise).
+        qk_norm: whether queries and keys are normed; `whole_qk_norm`: over all their heads at once, else each head by itself.
+        norms: names below a layer of the norms of what attention reads, of what it adds, of what the MLP reads and of what that adds; None where the family has none.
         norm_offset: 1.0 where the norm multiplies by (1 + weight) (Gemma), else 0.0.
         embedding_scale: multiplier of token embeddings (sqrt(hidden) for Gemma), else 1.0.
         residual_scale: multiplier, above 0, of what a layer adds to the residual stream (Granite), else 1.0.
@@ -97,13 +102,19 @@ class ModelSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    post_norms: bool = False
+    whole_qk_norm: bool = False
+    norms: LayerNorms = PRE_NORMS
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     experts: ExpertsSpec | None = None
     kv_scales: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def post_norms(self) -> bool:
+        """Whether what a branch adds is normed."""
+        return self.norms[1] is not None
 
     def score_scale(self, layer: int) -> float:
         """Multiplier of q.k in a layer, where these are rotated and nothing else."""

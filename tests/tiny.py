@@ -41,8 +41,9 @@ def tokenizer(vocab_size: int = 384) -> PreTrainedTokenizerFast:
 
 
 def make(folder: Path, family: str = "llama", *, seed: int = 0, layers: int = 3, hidden: int = 64, intermediate: int = 128, heads: int = 4, kv_heads: int = 2, tied: bool = True,
-         dtype: torch.dtype = torch.float32, **config: object) -> Path:  # fmt: skip
-    """Write a seeded random model of a family (any causal-LM `model_type` of transformers) to `folder` and return it. Weights are scaled up so that logits are not flat."""
+         dtype: torch.dtype = torch.float32, norms: bool = False, **config: object) -> Path:  # fmt: skip
+    """Write a seeded random model of a family (any causal-LM `model_type` of transformers) to `folder` and return it. Weights are scaled up so that logits are not flat.
+    `norms`: those of norms are random, too, not all 1 (or 0)."""
     fast = tokenizer()
     width = {} if isinstance(getattr(CONFIG_MAPPING[family], "head_dim", None), property) else {"head_dim": hidden // heads}  # of some it is computed
     settings = AutoConfig.for_model(
@@ -57,6 +58,8 @@ def make(folder: Path, family: str = "llama", *, seed: int = 0, layers: int = 3,
                 p.normal_(0, 0.25 if "embed" in name else 1.4 / p.shape[-1] ** 0.5)
             elif "bias" in name:
                 p.normal_(0, 0.1)
+            elif norms:
+                p.add_(torch.empty_like(p).uniform_(-0.4, 0.4))
     model.to(dtype).save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder

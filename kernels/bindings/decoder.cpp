@@ -48,17 +48,19 @@ void bind_decoder(nb::module_ &m) {
     nb::class_<Layer>(m, "Layer").def(
         "__init__",
         [](Layer *self, const std::vector<uintptr_t> &norms, Product qkv, Product output, Product router, std::vector<std::pair<Product, Product>> mlps, const Cache &cache,
-           int64_t heads, int64_t window, int64_t rope, float scale) {
+           int64_t heads, int64_t window, int64_t rope, float scale, bool whole_norms) {
             if (norms.size() != 6) throw std::invalid_argument("a layer has six norms, any of them 0");
             int64_t experts = 0;
             for (const Part &part : router) experts += part.weight.columns;
             if (static_cast<int64_t>(mlps.size()) != std::max<int64_t>(experts, 1)) throw std::invalid_argument("a layer has one MLP, or one for each output of its router");
+            if (whole_norms && (!norms[4] || !norms[5])) throw std::invalid_argument("queries and keys are normed both, or neither");
             const auto norm = [&](size_t i) { return pointer<const float>(norms[i]); };
             std::vector<Mlp> all;
             for (auto &[gate_up, down] : mlps) all.push_back({std::move(gate_up), std::move(down)});
-            new (self) Layer{norm(0), norm(1), norm(2), norm(3), norm(4), norm(5), std::move(qkv), std::move(output), std::move(router), std::move(all), cache, heads, window, rope, scale};
+            new (self) Layer{norm(0), norm(1), norm(2), norm(3), norm(4), norm(5), std::move(qkv), std::move(output), std::move(router), std::move(all), cache, heads, window, rope, scale, whole_norms};
         },
-        nb::arg("norms"), nb::arg("qkv"), nb::arg("output"), nb::arg("router"), nb::arg("mlps"), nb::arg("cache"), nb::arg("heads"), nb::arg("window"), nb::arg("rope"), nb::arg("scale"));
+        nb::arg("norms"), nb::arg("qkv"), nb::arg("output"), nb::arg("router"), nb::arg("mlps"), nb::arg("cache"), nb::arg("heads"), nb::arg("window"), nb::arg("rope"), nb::arg("scale"),
+        nb::arg("whole_norms"));
     nb::class_<Embedding>(m, "Embedding")
         .def(
             "__init__",

@@ -133,16 +133,16 @@ NB_MODULE(_native, m) {
         "attention",
         [](Context &self, const Cache &cache, uintptr_t qkv, uintptr_t out, int64_t heads, int64_t window, float scale, uintptr_t q_norm, uintptr_t k_norm, float norm_eps,
            uintptr_t cosines, uintptr_t sines, uintptr_t positions, uintptr_t slots, uintptr_t block_tables, int64_t table_stride, uintptr_t query_starts,
-           int64_t sequences, const Weight *next) {
+           int64_t sequences, const Weight *next, bool whole_norms) {
             const Attention a{cache, pointer<float>(qkv), pointer<float>(out), heads, window, scale, pointer<const float>(q_norm), pointer<const float>(k_norm), norm_eps,
                               pointer<const float>(cosines), pointer<const float>(sines), pointer<const int64_t>(positions), pointer<const int64_t>(slots),
-                              pointer<const int32_t>(block_tables), table_stride};
+                              pointer<const int32_t>(block_tables), table_stride, whole_norms};
             if (next && !self.rounds(a, *next)) throw std::invalid_argument("attention does not round for this weight");
             self.attention(a, pointer<const int32_t>(query_starts), sequences, next);
         },
         nb::arg("cache"), nb::arg("qkv"), nb::arg("out"), nb::arg("heads"), nb::arg("window"), nb::arg("scale"), nb::arg("q_norm"), nb::arg("k_norm"), nb::arg("norm_eps"),
         nb::arg("cosines"), nb::arg("sines"), nb::arg("positions"), nb::arg("slots"), nb::arg("block_tables"), nb::arg("table_stride"),
-        nb::arg("query_starts"), nb::arg("sequences"), nb::arg("next").none() = nb::none(), nb::call_guard<nb::gil_scoped_release>());
+        nb::arg("query_starts"), nb::arg("sequences"), nb::arg("next").none() = nb::none(), nb::arg("whole_norms") = false, nb::call_guard<nb::gil_scoped_release>());
     context.def(
         "linear_rounded",
         [](Context &self, const Weight &weight, int64_t rows, uintptr_t y, int64_t y_stride) { self.linear_rounded(weight, rows, pointer<float>(y), y_stride); },

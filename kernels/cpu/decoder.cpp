@@ -244,7 +244,7 @@ void Decoder::ask(const Layer &layer, const Routes::Group &group, Decoder &by) {
 Attention Decoder::attention_of(const Layer &layer, const Step &step) const {
     const RopeTables &rope = ropes_[static_cast<size_t>(layer.rope)];
     return {layer.cache, wide_.get(), narrow_.get(), layer.heads, layer.window, layer.scale, layer.q_norm, layer.k_norm, shape_.norm_eps,
-            rope.cosines, rope.sines, step.positions, step.slots, step.block_tables, step.table_stride};
+            rope.cosines, rope.sines, step.positions, step.slots, step.block_tables, step.table_stride, layer.whole_norms};
 }
 
 // Only the wanted rows of what goes on: after the last layer's attention nobody looks at the others any more.

@@ -23,7 +23,12 @@ void norm_row(const float *x, const float *weight, float *y, int64_t width, floa
 }
 
 void norm(const NormRows &n, int64_t row, int64_t row_end) {
-    for (; row < row_end; ++row) norm_row(n.x + row * n.width, n.weight, n.y + row * n.width, n.width, n.eps);
+    for (; row < row_end; ++row) {
+        const float *x = n.x + row * n.width;
+        float *y = n.y + row * n.width;
+        if (n.weight) norm_row(x, n.weight, y, n.width, n.eps);
+        else std::copy_n(x, n.width, y);
+    }
 }
 
 void residual(const ResidualRows &r, int64_t row, int64_t row_end) {
@@ -35,7 +40,8 @@ void residual(const ResidualRows &r, int64_t row, int64_t row_end) {
             y = next;
         }
         for (int64_t i = 0; i < r.width; ++i) x[i] += y[i];
-        norm_row(x, r.weight, next, r.width, r.eps);
+        if (r.weight) norm_row(x, r.weight, next, r.width, r.eps);
+        else std::copy_n(x, r.width, next);
     }
 }
 
@@ -194,9 +200,13 @@ void rotate_and_store(const Attention &a, int64_t token, int64_t token_end) {
     for (; token < token_end; ++token) {
         float *row = a.qkv + token * a.row_stride();
         const float *cosine = a.cosines + a.positions[token] * half, *sine = a.sines + a.positions[token] * half;
+        if (a.whole_norms) {
+            norm_row(row, a.q_norm, row, a.heads * d, a.norm_eps);
+            norm_row(row + a.heads * d, a.k_norm, row + a.heads * d, c.kv_heads * d, a.norm_eps);
+        }
         for (int64_t h = 0; h < a.heads + c.kv_heads; ++h) {
             const float *weight = h < a.heads ? a.q_norm : a.k_norm;
-            if (weight) norm_row(row + h * d, weight, row + h * d, d, a.norm_eps);
+            if (weight && !a.whole_norms) norm_row(row + h * d, weight, row + h * d, d, a.norm_eps);
             rotate(row + h * d, cosine, sine, half);
             if (c.type == CacheType::I8) turn(row + h * d, d);
         }

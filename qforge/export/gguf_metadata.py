@@ -15,14 +15,19 @@ _GEMMA3_LOCAL_THETA = 10_000.0
 _GEMMA3_27B_LAYERS = 62
 _SMOLLM3_INTERVAL = 4  # of layers without rotary embedding
 _GELU = ("gemma", "gemma3_text")
-_WITHOUT_BIAS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma", "smollm3")
-_LLAMA3_ROPE = ("llama", "mistral", "mixtral", "granite")  # the others have no tensor rope_freqs
+_WITHOUT_BIAS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma", "smollm3", "olmo2", "olmo3", "exaone4")
+_LLAMA3_ROPE = ("llama", "mistral", "mixtral", "granite", "exaone4")  # the others have no tensor rope_freqs
+_WINDOWS = ("gemma3_text", "olmo3", "exaone4")  # llama.cpp computes those of no other
+_OLMO, _WINDOW_PATTERN = ("olmo2", "olmo3"), 4
+_EXAONE4_LAYERS = 64  # of the one size that has windows
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def metadata_problem(spec: ModelSpec) -> str | None:
     """What of a model llama.cpp cannot be told, or would refuse as it loads the file; None if it computes what the model means."""
-    own = {"gemma3_text": _gemma3_problem, "smollm3": _smollm3_problem}.get(spec.family)
+    own = {
+        "gemma3_text": _gemma3_problem, "smollm3": _smollm3_problem, "seed_oss": _seed_oss_problem, "olmo2": _olmo_problem, "olmo3": _olmo_problem, "exaone4": _exaone4_problem,
+    }.get(spec.family)  # fmt: skip
     return _family_problem(spec) or _rope_problem(spec) or _experts_problem(spec) or (None if own is None else own(spec))
 
 
@@ -79,6 +84,35 @@ def _smollm3_problem(spec: ModelSpec) -> str | None:
     return None
 
 
+def _seed_oss_problem(spec: ModelSpec) -> str | None:
+    return "llama.cpp's Seed-OSS has biases of q, k and v only, and this model has others (attention_out_bias or mlp_bias)" if spec.output_bias or spec.mlp_bias else None
+
+
+def _olmo_problem(spec: ModelSpec) -> str | None:
+    if spec.tied_head:
+        return "llama.cpp's OLMo has an output head of its own, and this model's is the embedding (tie_word_embeddings)"
+    if spec.num_heads * spec.head_dim != spec.hidden_size:
+        return f"llama.cpp's OLMo has heads of hidden_size / heads, and this model's have {spec.head_dim}"
+    if spec.family == "olmo3" and not _every_fourth_sees_all(spec):
+        return f"llama.cpp's OLMo 3 attends to everything in every {_WINDOW_PATTERN}th layer, and this model in others"
+    local = {r for r, window in zip(spec.layer_ropes, spec.layer_windows, strict=True) if window}
+    if local - {RopeSpec(_global_rope(spec).theta)}:
+        return "llama.cpp's OLMo 3 has one rotary base, unscaled in its sliding layers, and this model not"
+    return None
+
+
+def _exaone4_problem(spec: ModelSpec) -> str | None:
+    if not any(spec.layer_windows):
+        return None if spec.num_layers != _EXAONE4_LAYERS else f"llama.cpp's EXAONE 4 has windows if it has {_EXAONE4_LAYERS} layers, and this model has none"
+    if spec.num_layers != _EXAONE4_LAYERS or not _every_fourth_sees_all(spec):
+        return f"llama.cpp's EXAONE 4 has windows in all but every {_WINDOW_PATTERN}th of {_EXAONE4_LAYERS} layers, and this model in others"
+    return None
+
+
+def _every_fourth_sees_all(spec: ModelSpec) -> bool:
+    return len(set(spec.layer_windows)) <= 2 and [w == 0 for w in spec.layer_windows] == [(i + 1) % _WINDOW_PATTERN == 0 for i in range(spec.num_layers)]
+
+
 def add_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
     """Write sizes, norms, windows and rotary embedding of a model without `metadata_problem`."""
     writer.add_vocab_size(spec.vocab_size)
@@ -98,8 +132,9 @@ def add_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
         writer.add_expert_used_count(spec.experts.active)
         if spec.family == "qwen3_moe":
             writer.add_expert_feed_forward_length(spec.experts.intermediate_size)
-    if spec.family == "gemma3_text":
+    if spec.family in _WINDOWS and any(spec.layer_windows):
         writer.add_sliding_window(max(spec.layer_windows))
+    if spec.family == "gemma3_text":
         writer.add_rope_freq_base_swa(_GEMMA3_LOCAL_THETA)
     if spec.family == "granite":
         writer.add_attention_scale(spec.attention_scale)
@@ -129,9 +164,9 @@ def _global_rope(spec: ModelSpec) -> RopeSpec:
 
 
 def _context(spec: ModelSpec) -> int:
-    """The context in which llama.cpp computes what the model means: it has no sliding window but Gemma 3's, so others are capped at theirs."""
+    """The context in which llama.cpp computes what the model means: where it has no sliding window, up to the model's."""
     windows = [w for w in spec.layer_windows if w > 0]
-    return spec.max_positions if spec.family == "gemma3_text" or not windows else min(spec.max_positions, *windows)
+    return spec.max_positions if spec.family in _WINDOWS or not windows else min(spec.max_positions, *windows)
 
 
 def _attention_factor(values: Mapping[str, float]) -> float:

@@ -50,9 +50,12 @@ class ContribParts:
 
     def _heads_norm(self, x: str, heads: int, layer: int, part: str, name: str) -> str:
         g, size = self._graph, self._spec.head_dim
-        split = g.op("Reshape", x, g.ints(0, 0, heads, size), name=f"{name}/{part}_norm/Reshape")
-        normed = self.norm(split, f"model.layers.{layer}.self_attn.{part}_norm", f"{name}/{part}_norm")
-        return g.op("Reshape", normed, g.ints(0, 0, heads * size), name=f"{name}/{part}_norm/Join")
+        module, at = f"model.layers.{layer}.self_attn.{part}_norm", f"{name}/{part}_norm"
+        if self._spec.whole_qk_norm:
+            return self.norm(x, module, at)
+        split = g.op("Reshape", x, g.ints(0, 0, heads, size), name=f"{at}/Reshape")
+        normed = self.norm(split, module, at)
+        return g.op("Reshape", normed, g.ints(0, 0, heads * size), name=f"{at}/Join")
 
     def _table(self, rope: RopeSpec) -> tuple[str, str]:
         """Cosines and sines `[M, D / 2]`, once for each kind of rotation."""

@@ -63,16 +63,17 @@ def _scaled(graph: Graph, x: str, scale: float, kind: int, name: str) -> str:
 
 def _layer(graph: Graph, spec: ModelSpec, linears: Linears, parts: Parts, x: str, index: int) -> str:
     module, name = f"model.layers.{index}", f"/model/layers.{index}"
-    n = parts.norm(x, f"{module}.input_layernorm", f"{name}/input_layernorm")
+
+    def norm(x: str, part: str | None) -> str:
+        return x if part is None else parts.norm(x, f"{module}.{part}", f"{name}/{part}")
+
+    input_norm, post_attention_norm, mlp_norm, post_mlp_norm = spec.norms
+    n = norm(x, input_norm)
     q, k, v = (linears(n, f"{module}.self_attn.{part}_proj") for part in "qkv")
     a = linears(parts.attention(q, k, v, index, f"{name}/self_attn"), f"{module}.self_attn.o_proj")
-    if spec.post_norms:
-        a = parts.norm(a, f"{module}.post_attention_layernorm", f"{name}/post_attention_layernorm")
+    a = norm(a, post_attention_norm)
     x = graph.op("Add", x, _scaled(graph, a, spec.residual_scale, TYPES[linears.compute], f"{name}/self_attn/Scale"), name=f"{name}/self_attn/Add")
-    before = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
-    m = _mlp(graph, spec, linears, parts.norm(x, f"{module}.{before}", f"{name}/{before}"), module, name)
-    if spec.post_norms:
-        m = parts.norm(m, f"{module}.post_feedforward_layernorm", f"{name}/post_feedforward_layernorm")
+    m = norm(_mlp(graph, spec, linears, norm(x, mlp_norm), module, name), post_mlp_norm)
     return graph.op("Add", x, _scaled(graph, m, spec.residual_scale, TYPES[linears.compute], f"{name}/mlp/Scale"), name=f"{name}/mlp/Add")
 
 

@@ -82,9 +82,11 @@ class StandardParts:
     def _heads(self, x: str, heads: int, layer: int, part: str, name: str) -> str:
         """`[B, S, heads D]` -> normed where the family does that, rotated, `[B, heads, S, D]`."""
         g, spec, at = self._graph, self._spec, f"{name}/{part}"
-        x = g.op("Reshape", x, g.ints(0, 0, heads, spec.head_dim), name=f"{at}/Reshape")
+        shape = g.ints(0, 0, heads, spec.head_dim)
+        x = x if spec.whole_qk_norm else g.op("Reshape", x, shape, name=f"{at}/Reshape")
         if spec.qk_norm:
             x = self.norm(x, f"model.layers.{layer}.self_attn.{part}_norm", f"{at}_norm")
+        x = g.op("Reshape", x, shape, name=f"{at}/Reshape") if spec.whole_qk_norm else x
         x = g.op("Transpose", x, name=f"{at}/Transpose", perm=[0, 2, 1, 3])
         cos, sin = self._rotation(spec.layer_ropes[layer])
         halves = (f"{at}/Split/first", f"{at}/Split/second")

@@ -19,14 +19,18 @@ from qforge.models.gguf_header import GgufHeader
 
 FAMILIES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma": "gemma", "gemma3": "gemma3_text", "smollm3": "smollm3", "granite": "granite",
+    "olmo2": "olmo2", "exaone4": "exaone4", "seed_oss": "seed_oss",
 }  # fmt: skip
 _MIXTURES = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # the families of architectures that may have experts
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma": "GemmaForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "smollm3": "SmolLM3ForCausalLM", "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM", "exaone4": "Exaone4ForCausalLM", "seed_oss": "SeedOssForCausalLM",
 }  # fmt: skip
 _MLP_BIAS = ("llama", "granite")
 _GEMMA3_PERIOD = 6  # every sixth layer attends to everything (Gemma 3 report, section 2)
+_PERIOD = 4  # of OLMo 3 and EXAONE 4
+_EXAONE4_LAYERS = 64  # of the one size that has windows, as llama.cpp tells it
 _GEMMA3_27B_LAYERS = 62  # the one size that scales queries by hidden / heads instead of the head's width
 
 
@@ -46,8 +50,11 @@ def gguf_config(header: GgufHeader) -> PretrainedConfig:
     if experts and (architecture not in _MIXTURES or experts > MOST_EXPERTS):
         raise ModelError(f"{header.path} has {experts} experts in a layer; qforge reads up to {MOST_EXPERTS} of {' and '.join(_MIXTURES)} models")
     family = _MIXTURES[architecture] if experts else FAMILIES[architecture]
+    family = "olmo3" if family == "olmo2" and get.optional("attention.sliding_window", 0) else family
     values = _sizes(header, get, family) | (_experts(header, get, family, experts) if experts else {})
     values |= _gemma3(header, get, values) if family == "gemma3_text" else {"rope_parameters": _rope(header, get, values["head_dim"])}
+    if family in ("olmo3", "exaone4"):
+        values |= _periodic(get, family, values)
     values |= _granite(header.path, get, values["head_dim"]) if family == "granite" else {}
     try:
         return CONFIG_MAPPING[family].from_dict({"model_type": family, "architectures": [_ARCHITECTURES[family]], **values, **_tokens(header, values["vocab_size"])})
@@ -208,15 +215,34 @@ def _granite(path: Path, get: _Keys, head_dim: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _periodic(get: _Keys, family: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers with windows, all but every fourth, unless the file has a pattern; OLMo 3 has no rotary scaling in these."""
+    layers = values["num_hidden_layers"]
+    if family == "exaone4" and layers != _EXAONE4_LAYERS:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+    found = {"sliding_window": get.number("attention.sliding_window", 4096, int), "layer_types": _layer_types(get, layers, _PERIOD)}
+    if family == "exaone4":
+        return found
+    full = values["rope_parameters"]
+    local = get.number("rope.freq_base_swa", full["rope_theta"], float)
+    return found | {"rope_parameters": {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": local}}}
+
+
+def _layer_types(get: _Keys, layers: int, period: int) -> list[str]:
+    """Every so many layers attend to everything, or those that the file names."""
+    key = "attention.sliding_window_pattern"
+    pattern = get.optional(key, period)
+    sliding = pattern if isinstance(pattern, list) else [(i + 1) % get.number(key, period, int) != 0 for i in range(layers)]
+    return ["sliding_attention" if s else "full_attention" for s in sliding]
+
+
 def _gemma3(header: GgufHeader, get: _Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     layers, head_dim = sizes["num_hidden_layers"], sizes["head_dim"]
-    pattern = get.optional("attention.sliding_window_pattern", _GEMMA3_PERIOD)
-    sliding = pattern if isinstance(pattern, list) else [(i + 1) % get.number("attention.sliding_window_pattern", _GEMMA3_PERIOD, int) != 0 for i in range(layers)]
     full = {"rope_theta": get.number("rope.freq_base", 1_000_000.0, float), **_scaling(header, get)}
     return {
         "query_pre_attn_scalar": sizes["hidden_size"] // sizes["num_attention_heads"] if layers == _GEMMA3_27B_LAYERS else head_dim,
         "sliding_window": get.required("attention.sliding_window", int),
-        "layer_types": ["sliding_attention" if s else "full_attention" for s in sliding],
+        "layer_types": _layer_types(get, layers, _GEMMA3_PERIOD),
         "rope_parameters": {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": get.number("rope.freq_base_swa", 10_000.0, float)}},
         "final_logit_softcapping": get.optional("final_logit_softcapping", None),
     }

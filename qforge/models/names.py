@@ -13,6 +13,8 @@ import torch
 from transformers import PretrainedConfig
 
 from qforge.errors import UnsupportedError
+from qforge.models.spec import FAMILIES
+from qforge.types import PRE_NORMS
 
 if TYPE_CHECKING:
     from gguf import TensorNameMap
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 # Hugging Face model_type -> GGUF `general.architecture`
 GGUF_ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma3_text": "gemma3",
-    "smollm3": "smollm3", "granite": "granite",
+    "smollm3": "smollm3", "granite": "granite", "seed_oss": "seed_oss", "olmo2": "olmo2", "olmo3": "olmo2", "exaone4": "exaone4",
 }  # fmt: skip
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -31,9 +33,7 @@ _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_
 _MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
 _MLP = tuple(f"mlp.{part}" for part in _MLP_PARTS)
 _EXPERTS = {"qwen3_moe": ("mlp", _MLP_PARTS), "mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}  # the block beside whose router experts are, and an expert's gate, up and down
-_NORMS = ("input_layernorm", "post_attention_layernorm")
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-_POST_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 def gguf_architecture(model_type: str) -> str:
@@ -89,10 +89,9 @@ def stack_of(name: str) -> str:
 
 
 def _block_modules(model_type: str) -> tuple[str, ...]:
-    modules: tuple[str, ...] = (*_ATTENTION, *((router(model_type),) if model_type in _EXPERTS else _MLP), *_NORMS)
-    if model_type in ("qwen3", "qwen3_moe", "gemma3_text"):
-        modules += _QK_NORMS
-    return (*modules, *_POST_NORMS) if model_type == "gemma3_text" else modules
+    family = FAMILIES[model_type]
+    norms = (norm for norm in family.get("norms", PRE_NORMS) if norm is not None)
+    return (*_ATTENTION, *((router(model_type),) if model_type in _EXPERTS else _MLP), *norms, *(_QK_NORMS if family.get("qk_norm") else ()))
 
 
 def router(model_type: str) -> str:

@@ -9,14 +9,18 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from qforge.errors import ModelError
-from qforge.types import NO_ROPE, ExpertsSpec, ModelSpec, RopeSpec
+from qforge.types import NO_ROPE, ExpertsSpec, LayerNorms, ModelSpec, RopeSpec
 
 # What each family is, whatever its config says. The tests hold greedy tokens and logits of all of them against transformers.
+_POST_NORMS: LayerNorms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_ALL_NORMS: LayerNorms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {"qk_norm": True}, "gemma3_text": {"qk_norm": True, "post_norms": True, "norm_offset": 1.0},
-    "qwen3_moe": {"qk_norm": True}, "mixtral": {}, "gemma": {"norm_offset": 1.0}, "smollm3": {}, "granite": {},
+    "llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {"qk_norm": True}, "gemma3_text": {"qk_norm": True, "norms": _ALL_NORMS, "norm_offset": 1.0},
+    "qwen3_moe": {"qk_norm": True}, "mixtral": {}, "gemma": {"norm_offset": 1.0}, "smollm3": {}, "granite": {}, "seed_oss": {},
+    "olmo2": {"qk_norm": True, "whole_qk_norm": True, "norms": _POST_NORMS}, "olmo3": {"qk_norm": True, "whole_qk_norm": True, "norms": _POST_NORMS},
+    "exaone4": {"qk_norm": True, "norms": _POST_NORMS},
 }  # fmt: skip
-_NO_WINDOW = ("llama", "gemma", "granite")  # whatever their config says
+_NO_WINDOW = ("llama", "gemma", "granite", "seed_oss", "olmo2")  # whatever their config says
 _ONE_WINDOW = ("mistral", "qwen3_moe", "mixtral")  # in all layers, if any
 _ROPES = {
     "default": (),
@@ -61,7 +65,7 @@ def model_spec(config: PretrainedConfig) -> ModelSpec | None:
         layer_windows=tuple(_window(config, kind) for kind in kinds),
         layer_ropes=tuple(r for r in ropes if r is not None),
         attention_bias=True if family == "qwen2" else bias,
-        output_bias=bias and family != "qwen2",
+        output_bias=bool(config.attention_out_bias) if family == "seed_oss" else bias and family != "qwen2",
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
         **FAMILIES[family],
         **_scales(config, head_dim),
@@ -133,8 +137,12 @@ def _parameters(config: PretrainedConfig, kind: str) -> Mapping[str, Any]:
 
 
 def _ropes(config: PretrainedConfig, kinds: list[str]) -> list[RopeSpec | None]:
-    """Per layer; SmolLM3 says for each whether it has one."""
-    rotated = config.no_rope_layers if config.model_type == "smollm3" else [1] * len(kinds)
+    """Per layer; SmolLM3 says for each whether it has one, and EXAONE 4 has none where it sees all, if it has windows."""
+    rotated = [1] * len(kinds)
+    if config.model_type == "smollm3":
+        rotated = config.no_rope_layers
+    elif config.model_type == "exaone4" and config.sliding_window is not None:
+        rotated = [kind == "sliding_attention" for kind in kinds]
     if len(rotated) < len(kinds):
         raise ModelError(f"config.json: no_rope_layers tells of {len(rotated)} layers, and the model has {len(kinds)}")
     whole = "truncate" not in config.rope_parameters or bool(config.rope_parameters["truncate"])  # read there, also where each kind has parameters of its own

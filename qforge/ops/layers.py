@@ -40,7 +40,10 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionParameters:
-    """What one layer's attention is: heads, window (0: none; else positions seen, the query's own included), scale, and q/k norms with their epsilon."""
+    """What one layer's attention is: heads, window (0: none; else positions seen, the query's own included), scale, and q/k norms with their epsilon.
+
+    `q_norm` and `k_norm` are `[D]`, for each head by itself, or with `whole_norms` `[H D]` and `[K D]`, over all heads at once.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -50,6 +53,7 @@ class AttentionParameters:
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     norm_eps: float = 0.0
+    whole_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,9 +69,9 @@ class Batch:
 class TorchLayers:
     """Right everywhere, one sequence at a time; all tensors fp32 and contiguous. Bits may depend on how a prompt is cut into steps (matrix products of other shapes)."""
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Root mean square norm of `x [T, W]`, times `weight [W]`."""
-        return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+    def norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        """Root mean square norm of `x [T, W]`, times `weight [W]`; x itself without a weight."""
+        return x if weight is None else weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
     def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         """`x [T, 2 W]`: act(first half) * second half, `[T, W]`; activation is `silu` or `gelu_pytorch_tanh`."""
@@ -82,7 +86,8 @@ class TorchLayers:
         heads = qkv.view(len(qkv), -1, a.head_dim)
         q, k, v = torch.split(heads, [a.num_heads, a.num_kv_heads, a.num_kv_heads], 1)
         if a.q_norm is not None and a.k_norm is not None:
-            q, k = self.norm(q, a.q_norm, a.norm_eps), self.norm(k, a.k_norm, a.norm_eps)
+            across = (1, 2) if a.whole_norms else (2, 2)
+            q, k = (self.norm(x.flatten(*across), weight, a.norm_eps).view_as(x) for x, weight in ((q, a.q_norm), (k, a.k_norm)))
         cos, sin = (t[batch.positions].unsqueeze(1) for t in rope)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         block, offset = batch.slots // cache.block_size, batch.slots % cache.block_size

@@ -75,9 +75,9 @@ class Decoder:
     def _layer(self, x: torch.Tensor, layer: Layer, cache: LayerCache, table: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
         ops, eps = self._ops, self.spec.norm_eps
         a = layer.output(ops.attention(layer.qkv(ops.norm(x, layer.input_norm, eps)), layer.attention, cache, table, batch))
-        x = x + (a if layer.post_attention_norm is None else ops.norm(a, layer.post_attention_norm, eps))
+        x = x + ops.norm(a, layer.post_attention_norm, eps)
         m = self._mlp(ops.norm(x, layer.mlp_norm, eps), layer)
-        return x + (m if layer.post_mlp_norm is None else ops.norm(m, layer.post_mlp_norm, eps))
+        return x + ops.norm(m, layer.post_mlp_norm, eps)
 
     def _mlp(self, x: torch.Tensor, layer: Layer) -> torch.Tensor:
         """`[T, W]`: what the layer's MLP makes of x, or the sum of what a token's experts do (Shazeer et al., arXiv 1701.06538, equation 1, without noise)."""

@@ -84,10 +84,10 @@ class GpuDecoder:
         residual = x - more  # each norm adds `more` to it
         for layer, cache in zip(self._weights.layers, self._caches, strict=True):
             a = layer.output(self._attend(layer.qkv(_norm(more, layer.input_norm, eps, residual)), layer, cache, batch))
-            a = a if layer.post_attention_norm is None else _norm(a, layer.post_attention_norm, eps)
+            a = _norm(a, layer.post_attention_norm, eps)
             (mlp,) = layer.mlps
             m = mlp.down(self._gate(mlp.gate_up(_norm(a, layer.mlp_norm, eps, residual))))
-            more = m if layer.post_mlp_norm is None else _norm(m, layer.post_mlp_norm, eps)
+            more = _norm(m, layer.post_mlp_norm, eps)
         if batch.wanted is not None:
             more, residual = more[batch.wanted], residual[batch.wanted]
         return self._weights.head.logits(_norm(more, self._weights.norm, eps, residual)).float()
@@ -96,6 +96,9 @@ class GpuDecoder:
         """`qkv [T, (H + 2 K) D]` -> `[T, H D]`; keys and values go into the cache."""
         a = layer.attention
         norms = None if a.q_norm is None or a.k_norm is None else (a.q_norm, a.k_norm, a.norm_eps)
+        if a.whole_norms and norms is not None:
+            q, k, v = qkv.split([a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.head_dim], 1)
+            qkv, norms = torch.cat((_norm(q.contiguous(), norms[0], a.norm_eps), _norm(k.contiguous(), norms[1], a.norm_eps), v), 1), None
         q = rotate_and_store(qkv, *self._ropes[layer.rope], batch.positions, batch.slots, a.num_heads, cache, norms)
         mixed = attention(q, cache, batch.tables, batch.starts, batch.lengths, longest=batch.longest, longest_context=batch.longest_context, scale=a.scale, window=a.window)
         return mixed.flatten(1)
@@ -112,7 +115,10 @@ class GpuDecoder:
         return tuple(torch.from_numpy(np.ascontiguousarray(t)).to(self._place.device) for t in (cosines, sines))  # type: ignore[return-value]
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """The norm of x, or of what `residual` becomes when x is added to it; the same without a norm where there is no weight."""
+    if weight is None:
+        return x if residual is None else residual.add_(x).to(x.dtype)
     y = rms_norm(x, weight, eps, residual)
     assert isinstance(y, torch.Tensor)
     return y

@@ -76,23 +76,23 @@ class Reader:
         spec, at = self._spec, f"model.layers.{index}."
         q_norm, k_norm = (self.norm(f"{at}self_attn.{n}_norm") for n in "qk") if spec.qk_norm else (None, None)
         attention = AttentionParameters(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.layer_windows[index], spec.score_scale(index), q_norm, k_norm, spec.norm_eps,
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.layer_windows[index], spec.score_scale(index), q_norm, k_norm, spec.norm_eps, spec.whole_qk_norm,
         )  # fmt: skip
         mixed = spec.experts is not None and spec.experts.layers[index]
-        mlp_norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
+        input_norm, post_attention_norm, mlp_norm, post_mlp_norm = (None if norm is None else self.norm(at + norm) for norm in spec.norms)
         return Layer(
-            input_norm=self.norm(at + "input_layernorm"),
+            input_norm=input_norm,
             qkv=self._joined([f"{at}self_attn.{n}_proj" for n in "qkv"]),
             attention=attention,
             output=self._linear(at + "self_attn.o_proj"),
-            post_attention_norm=self.norm(at + "post_attention_layernorm") if spec.post_norms else None,
-            mlp_norm=self.norm(at + mlp_norm),
+            post_attention_norm=post_attention_norm,
+            mlp_norm=mlp_norm,
             router=self._place.linear(self._whole(at + names.router(spec.family)), wide=True) if mixed else None,
             mlps=tuple(
                 Mlp(self._joined([at + gate, at + up]), self._linear(at + down))
                 for gate, up, down in names.mlps(spec.family, spec.experts.count if spec.experts is not None and mixed else None)
             ),
-            post_mlp_norm=self.norm(at + "post_feedforward_layernorm") if spec.post_norms else None,
+            post_mlp_norm=post_mlp_norm,
             rope=spec.layer_ropes[index],
         )
 

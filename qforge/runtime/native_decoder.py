@@ -114,7 +114,7 @@ class NativeDecoder:
         norms = [address(n) for n in layer.norms]
         return self._native.Layer(
             norms, self._product(layer.qkv), self._product(layer.output), router, mlps,
-            self._cache.layers[index], spec.num_heads, spec.layer_windows[index], rope, spec.score_scale(index),
+            self._cache.layers[index], spec.num_heads, spec.layer_windows[index], rope, spec.score_scale(index), spec.whole_qk_norm,
         )  # fmt: skip
 
     def _product(self, product: NativeProduct) -> list[Any]:

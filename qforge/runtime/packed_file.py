@@ -177,4 +177,4 @@ def _spec(told: dict[str, Any]) -> ModelSpec:
     ropes = tuple(RopeSpec(r["theta"], r["kind"], tuple((n, v) for n, v in r["parameters"])) for r in told["layer_ropes"])
     scales = tuple((key, value) for key, value in told["kv_scales"])
     experts = None if told["experts"] is None else ExpertsSpec(**{**told["experts"], "layers": tuple(told["experts"]["layers"])})
-    return ModelSpec(**{**told, "layer_windows": tuple(told["layer_windows"]), "layer_ropes": ropes, "experts": experts, "kv_scales": scales})
+    return ModelSpec(**{**told, "layer_windows": tuple(told["layer_windows"]), "layer_ropes": ropes, "experts": experts, "kv_scales": scales, "norms": tuple(told["norms"])})

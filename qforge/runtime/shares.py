@@ -32,10 +32,12 @@ def of_spec(spec: ModelSpec, share: Share) -> ModelSpec:
     """The model that one process sees.
 
     Raises:
-        UnsupportedError: its heads or its MLP do not divide, or it has experts.
+        UnsupportedError: its heads or its MLP do not divide, it has experts, or norms over all heads.
     """
     if spec.experts is not None:
         raise UnsupportedError("a mixture of experts is not shared by several processes yet; use tensor_parallel: 1")
+    if spec.whole_qk_norm:
+        raise UnsupportedError("queries and keys that are normed over all heads at once are not shared by several processes yet; use tensor_parallel: 1")
     for name, count in (("attention heads", spec.num_heads), ("key/value heads", spec.num_kv_heads), ("columns of its MLP", spec.intermediate_size)):
         if count % share.size:
             fitting = [n for n in range(1, 9) if all(c % n == 0 for c in (spec.num_heads, spec.num_kv_heads, spec.intermediate_size))]

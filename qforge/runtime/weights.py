@@ -23,19 +23,19 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One layer's weights. Norm weights are fp32 and hold the family's offset already; the two post norms are None where the family has none.
+    """One layer's weights. Norm weights are fp32 and hold the family's offset already; None where the family has none.
 
     Attributes:
         router: `[experts]` logits, or None: the layer has one MLP.
         mlps: that one, or the experts.
     """
 
-    input_norm: torch.Tensor
+    input_norm: torch.Tensor | None
     qkv: Linear
     attention: AttentionParameters
     output: Linear
     post_attention_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor
+    mlp_norm: torch.Tensor | None
     router: Linear | None
     mlps: tuple[Mlp, ...]
     post_mlp_norm: torch.Tensor | None

@@ -33,13 +33,14 @@ struct Mlp {
 };
 
 struct Layer {
-    const float *input_norm, *post_attention_norm, *mlp_norm, *post_mlp_norm;  // the two post norms: null where the family has none
+    const float *input_norm, *post_attention_norm, *mlp_norm, *post_mlp_norm;  // null where the family has none
     const float *q_norm, *k_norm;                                              // null where the family has none
     Product qkv, output, router;
     std::vector<Mlp> mlps;  // one and no router, or experts (at least one)
     Cache cache;
     int64_t heads, window, rope;  // rope: number of its table
     float scale;
+    bool whole_norms;  // see Attention
 
     // Calls use(product) for each of them
     template <typename F>

@@ -46,16 +46,16 @@ struct Cache {  // of one layer
     int64_t layer_bytes() const { return kv_heads * head_bytes(); }  // of a block
 };
 
-struct NormRows {  // y = x / sqrt(mean(x^2) + eps) * weight, row by row
+struct NormRows {  // y = x / sqrt(mean(x^2) + eps) * weight, row by row; x as it is without a weight
     const float *x, *weight;
     float *y;
     int64_t width;
     float eps;
 };
 
-struct ResidualRows {  // x += y, or x += norm(y) where the family norms what a branch gives; then next = norm(x), row by row
+struct ResidualRows {  // x += y, or x += norm(y) where the family norms what a branch gives; then next = norm(x), or x where it norms nothing before a branch, row by row
     float *x;
-    const float *y, *branch_weight, *weight;  // branch_weight: null, or of the branch's norm
+    const float *y, *branch_weight, *weight;  // branch_weight: null, or of the branch's norm; weight: null, or of the next branch's
     float *next;
     int64_t width;
     float eps;
@@ -75,12 +75,13 @@ struct Attention {
     float *out;  // [T][heads head_dim]
     int64_t heads, window;  // window: 0 for none, else how many positions a query sees, its own included
     float scale;
-    const float *q_norm, *k_norm;  // [head_dim] or null
+    const float *q_norm, *k_norm;  // [head_dim], or of all heads, or null
     float norm_eps;
     const float *cosines, *sines;  // [positions][head_dim / 2]
     const int64_t *positions, *slots;  // [T]
     const int32_t *block_tables;       // [sequences][table_stride]
     int64_t table_stride;
+    bool whole_norms = false;  // whether queries, and keys, are normed over all their heads at once
 
     int64_t row_stride() const { return (heads + 2 * cache.kv_heads) * cache.head_dim; }
 };

@@ -45,7 +45,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write(path: Path, base: Path, *, extra: Callable[[gguf.GGUFWriter], None] = lambda w: None, only_f32: bool = False, arch: str | None = None) -> Path:
     """The tiny model `base` as a GGUF file with mixed block types, written with the gguf package alone."""
     config = AutoConfig.from_pretrained(base)
-    arch = arch or {"gemma3_text": "gemma3", "mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
+    arch = arch or {"gemma3_text": "gemma3", "mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2"}.get(config.model_type, config.model_type)
     w = gguf.GGUFWriter(path, arch)
     w.add_name("tiny")
     w.add_context_length(config.max_position_embeddings)
@@ -56,7 +56,7 @@ def write(path: Path, base: Path, *, extra: Callable[[gguf.GGUFWriter], None] = 
     w.add_head_count_kv(config.num_key_value_heads)
     w.add_key_length(config.head_dim if hasattr(config, "head_dim") else config.hidden_size // config.num_attention_heads)
     w.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if arch == "gemma3":
+    if config.model_type in ("gemma3_text", "olmo3"):
         w.add_sliding_window(config.sliding_window)
     if arch == "granite":
         w.add_attention_scale(config.attention_multiplier)
@@ -116,7 +116,12 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     untied = {"llama": True, "qwen2": False}
     plain = {f: tiny.make(root / f, f, seed=4, layers=2, tied=untied.get(f, True)) for f in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma")}
     scales = {"embedding_multiplier": 6.0, "attention_multiplier": 0.25, "residual_multiplier": 0.375, "logits_scaling": 5.0, "mlp_bias": True}
-    return plain | {"smollm3": tiny.make(root / "smollm3", "smollm3", seed=4, layers=5), "granite": tiny.make(root / "granite", "granite", seed=4, layers=2, **scales)}
+    more = {
+        "smollm3": {"layers": 5}, "granite": {"layers": 2, **scales}, "seed_oss": {"layers": 2}, "olmo2": {"layers": 2, "tied": False},
+        "exaone4": {"layers": 2, "sliding_window": None, "layer_types": ["full_attention"] * 2},
+        "olmo3": {"layers": 5, "sliding_window": 32, "tied": False},
+    }  # fmt: skip
+    return plain | {f: tiny.make(root / f, f, seed=4, norms=True, **options) for f, options in more.items()}
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
@@ -192,7 +197,7 @@ def test_a_head_that_is_the_embedding_is_quantized_as_that_is(bases: dict[str, P
         assert torch.equal(numerics.dequantize(model.linear("lm_head")).half(), stored)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "gemma", "smollm3", "granite"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "gemma", "smollm3", "granite", "seed_oss", "exaone4", "olmo2", "olmo3"])
 def test_an_f32_file_computes_what_its_model_computes(bases: dict[str, Path], tmp_path: Path, family: str) -> None:
     write(tmp_path / "m.gguf", bases[family], only_f32=True)
     model = open_model("m.gguf", folder=tmp_path)
@@ -206,7 +211,7 @@ def test_an_f32_file_computes_what_its_model_computes(bases: dict[str, Path], tm
     assert rope["rope_theta"] == 12345.0
     assert model.spec is not None
     assert model.spec.head_dim == 16
-    assert model.spec.attention_bias == (family == "qwen2")
+    assert model.spec.attention_bias == (family in ("qwen2", "seed_oss"))
     source = open_model(str(bases[family])).spec
     assert source is not None
     ropes = tuple(r if r.kind == "none" else replace(r, theta=12345.0) for r in source.layer_ropes)

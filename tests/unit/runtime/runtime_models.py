@@ -61,7 +61,21 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "smollm3": ("smollm3", {"layers": 4}),
     "smollm3-windows": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 20, "attention_bias": True, "mlp_bias": True}),
     "granite": ("granite", tiny.GRANITE | {"attention_bias": True, "mlp_bias": True}),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}),
+    "olmo2": ("olmo2", {"attention_bias": True}),
+    "olmo3": (
+        "olmo3",
+        {
+            "layers": 4, "sliding_window": 20,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 40, "attention_factor": 1.2},
+            },
+        },
+    ),
+    "exaone4": ("exaone4", {"layers": 4, "sliding_window": 20, "sliding_window_pattern": 2}),
+    "exaone4-no-window": ("exaone4", {"layers": 2, "sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "seed-oss": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20, "seed": 1}),  # with seed 0 a token's second and third expert are 2e-7 apart
     "qwen3-moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3-moe-many": (  # so many that each is computed by one thread
         "qwen3_moe", {"num_experts": 16, "num_experts_per_tok": 6, "moe_intermediate_size": 32, "norm_topk_prob": True},
@@ -74,7 +88,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 def folder(name: str) -> Path:
     """A tiny model of one of FAMILIES, made once a test session."""
     family, settings = FAMILIES[name]
-    return tiny.make(Path(mkdtemp()) / name, family, **settings)  # type: ignore[arg-type]
+    return tiny.make(Path(mkdtemp()) / name, family, norms=True, **settings)  # type: ignore[arg-type]
 
 
 @cache

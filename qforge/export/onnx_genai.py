@@ -9,6 +9,8 @@ from qforge.models.assets import end_ids, generation_config
 from qforge.models.model import Model
 from qforge.types import ModelSpec
 
+_UNKNOWN = ("olmo2", "olmo3", "exaone4", "seed_oss")  # to onnxruntime-genai, which takes any decoder by that name
+
 
 def genai_config(model: Model, spec: ModelSpec, *, positions: bool) -> dict[str, Any]:
     """The file's content; search is greedy unless a caller asks otherwise.
@@ -32,7 +34,7 @@ def genai_config(model: Model, spec: ModelSpec, *, positions: bool) -> dict[str,
         "num_key_value_heads": spec.num_kv_heads,
     }
     special = {"bos_token_id": start, "eos_token_id": stops[0] if len(stops) == 1 else stops, "pad_token_id": padding}
-    about = {**special, "context_length": spec.max_positions, "decoder": decoder, "type": spec.family, "vocab_size": spec.vocab_size}
+    about = {**special, "context_length": spec.max_positions, "decoder": decoder, "type": "decoder" if spec.family in _UNKNOWN else spec.family, "vocab_size": spec.vocab_size}
     search = {"do_sample": False, "max_length": spec.max_positions, "min_length": 0, "num_beams": 1, "num_return_sequences": 1, "past_present_share_buffer": not positions}
     return {"model": about, "search": search | {"repetition_penalty": 1.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0}}
 

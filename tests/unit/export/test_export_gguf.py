@@ -27,7 +27,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_fre
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 FAMILIES = {
     "llama": {}, "mistral": {"sliding_window": 64}, "qwen2": {}, "qwen3": {}, "gemma3_text": {"layers": 7, "sliding_window": 32, "query_pre_attn_scalar": 16},
-    "gemma": {"head_dim": 32}, "smollm3": {"layers": 5}, "granite": tiny.GRANITE,
+    "gemma": {"head_dim": 32}, "smollm3": {"layers": 5}, "granite": tiny.GRANITE, "phi3": tiny.LONGROPE,
 }  # fmt: skip
 FAMILIES |= {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -226,7 +226,7 @@ def test_llama3_rotary_factors_are_transformers_own(tmp_path):
 
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, torch.device("cpu"))
     unscaled = 500000.0 ** (-np.arange(0, 64, 2) / 64)
-    np.testing.assert_allclose(unscaled / rope_factors(model.spec), scaled.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(unscaled / rope_factors(model.spec, {})["rope_freqs.weight"], scaled.numpy(), rtol=1e-5)
     (path,) = GgufExporter().write(quantized(model), tmp_path / "out")
     assert "rope_freqs.weight" in {t.name for t in gguf.GGUFReader(path).tensors}
 

@@ -61,6 +61,11 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "smollm3": ("smollm3", {"layers": 4}),
     "smollm3-windows": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 20, "attention_bias": True, "mlp_bias": True}),
     "granite": ("granite", tiny.GRANITE | {"attention_bias": True, "mlp_bias": True}),
+    "phi3": ("phi3", {"tied": False}),
+    "phi3-part": ("phi3", {"kv_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}}),
+    "phi3-long": ("phi3", tiny.LONGROPE),  # of a part, and with an amplitude
+    "phi3-long-whole": ("phi3", tiny.LONGROPE | {"rope_parameters": {**tiny.LONGROPE["rope_parameters"], "partial_rotary_factor": 1.0, **tiny.longrope_factors(8)}}),  # type: ignore[dict-item]
+    "phi3-windows": ("phi3", {"sliding_window": 20}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}),
     "qwen3-moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3-moe-many": (  # so many that each is computed by one thread

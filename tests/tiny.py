@@ -24,16 +24,11 @@ GRANITE: dict[str, object] = {
 }  # an epsilon that counts
 
 
-def longrope_factors(count: int) -> dict[str, object]:
-    """Short and long factors that differ everywhere."""
-    return {"short_factor": [1.0 + 0.3 * i for i in range(count)], "long_factor": [2.0 + 1.7 * i for i in range(count)]}
-
-
-LONGROPE: dict[str, object] = {
-    "original_max_position_embeddings": 256,
-    "max_position_embeddings": 4096,
-    "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, **longrope_factors(6)},
-}  # Phi 3's, for heads of 16 dimensions
+def longrope(rotated: int = 12, head_dim: int = 16) -> dict[str, object]:
+    """Phi 3's settings: of so many dimensions of a head, with factors that differ everywhere and an amplitude above 1."""
+    factors = {"short_factor": [1.0 + 0.3 * i for i in range(rotated // 2)], "long_factor": [2.0 + 1.7 * i for i in range(rotated // 2)]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": rotated / head_dim, **factors}
+    return {"original_max_position_embeddings": 256, "max_position_embeddings": 4096, "rope_parameters": rope}
 
 
 def tokenizer(vocab_size: int = 384) -> PreTrainedTokenizerFast:

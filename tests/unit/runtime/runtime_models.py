@@ -63,8 +63,8 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "granite": ("granite", tiny.GRANITE | {"attention_bias": True, "mlp_bias": True}),
     "phi3": ("phi3", {"tied": False}),
     "phi3-part": ("phi3", {"kv_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}}),
-    "phi3-long": ("phi3", tiny.LONGROPE),  # of a part, and with an amplitude
-    "phi3-long-whole": ("phi3", tiny.LONGROPE | {"rope_parameters": {**tiny.LONGROPE["rope_parameters"], "partial_rotary_factor": 1.0, **tiny.longrope_factors(8)}}),  # type: ignore[dict-item]
+    "phi3-long": ("phi3", tiny.longrope()),  # of a part, and with an amplitude
+    "phi3-long-whole": ("phi3", tiny.longrope(16)),
     "phi3-windows": ("phi3", {"sliding_window": 20}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}),
     "qwen3-moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [1]}),

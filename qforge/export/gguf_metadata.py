@@ -99,7 +99,7 @@ def add_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
     writer.add_key_length(spec.head_dim)
     writer.add_value_length(spec.head_dim)
     writer.add_layer_norm_rms_eps(spec.norm_eps)
-    writer.add_rope_dimension_count(_global_rope(spec).rotated or spec.head_dim)
+    writer.add_rope_dimension_count(_global_rope(spec).turned(spec.head_dim))
     _add_rope(writer, _global_rope(spec))
     if spec.experts is not None:
         writer.add_expert_count(spec.experts.count)
@@ -145,8 +145,8 @@ def _global_rope(spec: ModelSpec) -> RopeSpec:
 
 
 def _context(spec: ModelSpec) -> int:
-    """The context in which llama.cpp computes what the model means: it has no sliding window but Gemma 3's, so others are capped at theirs; and in a context beyond LongRoPE's original
-    one it takes the long factors, however short a sequence is."""
+    """The context in which llama.cpp computes what the model means: it has no sliding window but Gemma 3's, so others are capped at theirs; and in a context beyond
+    LongRoPE's original one it takes the long factors, however short a sequence is."""
     windows = [w for w in spec.layer_windows if w > 0]
     return spec.max_positions if spec.family == "gemma3_text" or not windows else min(spec.max_positions, *windows)
 

@@ -59,7 +59,7 @@ class ContribParts:
         """Cosines and sines `[M, D / 2]`, of as many dimensions as are rotated, times their amplitude, once for each kind of rotation."""
         if rope not in self._tables:
             at, count = f"model.rope.{len(self._tables)}", self._spec.max_positions
-            table = RopeTable(inverse_frequencies(rope, self._spec.head_dim).numpy(), rope).upto(count)
-            cos, sin = (torch.from_numpy(t[:count, : (rope.rotated or self._spec.head_dim) // 2].copy()) * amplitude for t in table)
+            table = RopeTable(inverse_frequencies(rope, rope.turned(self._spec.head_dim)).numpy(), rope).upto(count)
+            cos, sin = (torch.from_numpy(t[:count].copy()) * amplitude for t in table)
             self._tables[rope] = self._graph.weight(f"{at}.cos", cos), self._graph.weight(f"{at}.sin", sin)
         return self._tables[rope]

@@ -87,7 +87,7 @@ class StandardParts:
             x = self.norm(x, f"model.layers.{layer}.self_attn.{part}_norm", f"{at}_norm")
         x = g.op("Transpose", x, name=f"{at}/Transpose", perm=[0, 2, 1, 3])
         cos, sin = self._rotation(spec.layer_ropes[layer], amplitudes(spec, layer)[1])
-        half = (spec.layer_ropes[layer].rotated or spec.head_dim) // 2
+        half = spec.layer_ropes[layer].turned(spec.head_dim) // 2
         still = (f"{at}/Split/still",) if 2 * half < spec.head_dim else ()
         halves = (f"{at}/Split/first", f"{at}/Split/second")
         sizes = g.ints(half, half, *(spec.head_dim - 2 * half for _ in still))
@@ -102,7 +102,7 @@ class StandardParts:
         if rope not in self._ropes:
             g, at = self._graph, f"/model/rope/{len(self._ropes)}"
             positions = g.op("Unsqueeze", g.op("Cast", "position_ids", name=f"{at}/Cast", to=TensorProto.FLOAT), g.ints(1, 3), name=f"{at}/Unsqueeze")
-            frequencies = g.weight(f"model.rope.{len(self._ropes)}.inverse_frequencies", inverse_frequencies(rope, self._spec.head_dim)[: (rope.rotated or self._spec.head_dim) // 2].contiguous())
+            frequencies = g.weight(f"model.rope.{len(self._ropes)}.inverse_frequencies", inverse_frequencies(rope, rope.turned(self._spec.head_dim)))
             angles = g.op("Mul", positions, frequencies, name=f"{at}/Mul")
             both = [g.op(kind, angles, name=f"{at}/{kind}") for kind in ("Cos", "Sin")]
             if amplitude != 1.0:

@@ -19,7 +19,8 @@ from qforge.models.gguf_header import GgufHeader
 from qforge.models.names import ROPE_FACTORS
 
 FAMILIES = {
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma": "gemma", "gemma3": "gemma3_text", "smollm3": "smollm3", "granite": "granite", "phi3": "phi3",
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma": "gemma", "gemma3": "gemma3_text", "smollm3": "smollm3", "granite": "granite",
+    "phi3": "phi3",
 }  # fmt: skip
 _MIXTURES = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # the families of architectures that may have experts
 _ARCHITECTURES = {

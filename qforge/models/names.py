@@ -76,7 +76,8 @@ def gguf_names(config: PretrainedConfig) -> dict[str, str]:
 def _expert_names(model_type: str, layer: str, count: int, lookup: TensorNameMap) -> dict[str, str]:
     block, parts = _EXPERTS[model_type]
     stacks = [lookup.get_name(f"{layer}{block}.experts.{part}") for part in parts]
-    return {f"{layer}{module}.weight": one_of(f"{stack}.weight", e) for e, (inputs, down) in enumerate(mlps(model_type, count)) for module, stack in zip((*inputs, down), stacks, strict=True)}
+    experts = enumerate((*inputs, down) for inputs, down in mlps(model_type, count))
+    return {f"{layer}{module}.weight": one_of(f"{stack}.weight", e) for e, modules in experts for module, stack in zip(modules, stacks, strict=True)}
 
 
 def one_of(stack: str, index: int) -> str:

@@ -29,7 +29,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
     Raises:
         ModelError: they are not finite.
     """
-    turned = rope.rotated or head_dim
+    turned = rope.turned(head_dim)
     try:
         found = torch.cat((_scaled(rope, turned), torch.zeros((head_dim - turned) // 2)))
     except (ValueError, ArithmeticError):  # of a logarithm or a quotient
@@ -40,7 +40,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
 
 
 def row_order(rope: RopeSpec, heads: int, head_dim: int) -> torch.Tensor | None:
-    """Where only a part of a head turns: the rows of queries or keys in the order in which the decoders rotate the whole head, pairs being dimensions i and i + head_dim / 2; else None.
+    """Where only a part of a head turns: rows of queries or keys in the order in which the decoders rotate whole heads, pairs being dimensions i and i + head_dim / 2; else None.
 
     The model pairs i and i + rotated / 2, and nothing else: with queries and keys in another order, the same in both, q.k is what it was. int64 `[heads head_dim]`.
     """

@@ -34,7 +34,18 @@ from qforge.models.tying import shared_table
 from qforge.stages.exported import foreign
 from qforge.types import ExpertsSpec
 
-BLOCKS = {"attn_q": "Q4_0", "attn_k": "Q8_0", "attn_v": "Q5_0", "attn_qkv": "Q5_0", "attn_output": "Q4_1", "ffn_gate": "Q5_1", "ffn_up": "F16", "ffn_down": "BF16", "token_embd": "Q8_0"}
+BLOCKS = {
+    "attn_qkv": "Q5_0",
+    "attn_q": "Q4_0",
+    "attn_k": "Q8_0",
+    "attn_v": "Q5_0",
+    "attn_qkv": "Q5_0",
+    "attn_output": "Q4_1",
+    "ffn_gate": "Q5_1",
+    "ffn_up": "F16",
+    "ffn_down": "BF16",
+    "token_embd": "Q8_0",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +128,11 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     untied = {"llama": True, "qwen2": False}
     plain = {f: tiny.make(root / f, f, seed=4, layers=2, tied=untied.get(f, True)) for f in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma")}
     scales = {"embedding_multiplier": 6.0, "attention_multiplier": 0.25, "residual_multiplier": 0.375, "logits_scaling": 5.0, "mlp_bias": True}
-    return plain | {"smollm3": tiny.make(root / "smollm3", "smollm3", seed=4, layers=5), "granite": tiny.make(root / "granite", "granite", seed=4, layers=2, **scales), "phi3": tiny.make(root / "phi3", "phi3", seed=4, layers=2)}
+    return plain | {
+        "smollm3": tiny.make(root / "smollm3", "smollm3", seed=4, layers=5),
+        "granite": tiny.make(root / "granite", "granite", seed=4, layers=2, **scales),
+        "phi3": tiny.make(root / "phi3", "phi3", seed=4, layers=2),
+    }
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
@@ -270,7 +285,7 @@ def test_phi3_files_that_say_something_else_are_refused(bases: dict[str, Path], 
 
 
 def test_factors_of_rope_are_whole_and_phi3s_own(bases: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="something else than rope_factors_long.weight and rope_factors_short.weight"):
+    with pytest.raises(ModelError, match=r"something else than rope_factors_long\.weight and rope_factors_short\.weight"):
         gguf_config(phi3_file(bases, tmp_path / "m.gguf", missing="short"))
     write(tmp_path / "n.gguf", bases["llama"], extra=lambda w: w.add_tensor("rope_factors_short.weight", np.ones(8, dtype=np.float32)))
     with pytest.raises(ModelError, match="rope_factors_short"):

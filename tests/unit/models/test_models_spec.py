@@ -201,7 +201,9 @@ def phi3(rope: dict[str, Any], original: int = 128, **options: Any) -> Pretraine
     return config("phi3", original_max_position_embeddings=original, rope_parameters=rope, **options)
 
 
-@pytest.mark.parametrize("given", [{}, {"attention_factor": 1.3}, {"factor": 4.0}, {"factor": 1.0}, {"partial_rotary_factor": 1.0, "short_factor": [1.0, 2, 3, 4], "long_factor": [1] * 4}])
+@pytest.mark.parametrize(
+    "given", [{}, {"attention_factor": 1.3}, {"factor": 4.0}, {"factor": 1.0}, {"partial_rotary_factor": 1.0, "short_factor": [1.0, 2, 3, 4], "long_factor": [1] * 4}]
+)
 def test_longrope_is_that_of_transformers_with_short_factors(given: dict[str, Any]) -> None:
     made = phi3({**LONG, **given}, bos_token_id=0, eos_token_id=0, pad_token_id=0)
     spec = model_spec(made)
@@ -235,7 +237,9 @@ def test_phi3_has_a_window_in_all_layers_or_none_and_no_biases() -> None:
 
 
 @pytest.mark.parametrize("name", ["short_factor", "long_factor"])
-@pytest.mark.parametrize("value", [None, 3, "abc", [1.0, 2.0], [1.0] * 4, [1.0, "x", 2.0], [1.0, float("nan"), 2.0], [1.0, float("inf"), 2.0], [1.0, 0.0, 2.0], [1, -1, 2]], ids=str)
+@pytest.mark.parametrize(
+    "value", [None, 3, "abc", [1.0, 2.0], [1.0] * 4, [1.0, "x", 2.0], [1.0, float("nan"), 2.0], [1.0, float("inf"), 2.0], [1.0, 0.0, 2.0], [1, -1, 2]], ids=str
+)
 def test_factors_that_are_not_as_many_positive_numbers_are_one_message(name: str, value: Any) -> None:
     made = phi3(LONG)
     made.rope_parameters[name] = value

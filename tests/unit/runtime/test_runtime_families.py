@@ -12,8 +12,8 @@ from runtime_models import FAMILIES, Quantized, folder, greedy, model, prompts, 
 from safetensors.torch import load_file, save_file
 from tolerances import LOGITS
 
-from qforge.engines.transformers_engine import TransformersEngine
 from qforge import numerics
+from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import DataError, ModelError, UnsupportedError
 from qforge.ops.native_module import context
 from qforge.qlinear import QuantizedLinear
@@ -304,7 +304,9 @@ def test_sequences_beyond_the_short_factors_are_for_transformers() -> None:
         short, long = (theirs(torch.tensor([window[:n]])).logits[0, :255] for n in (256, 257))
     assert (ours - short).abs().max() < LOGITS
     assert (ours - long).abs().max() > 1000 * LOGITS
-    with pytest.raises(DataError, match=r"longer than the model's context of 256; use a smaller window; for longer sequences it has other rotary factors \(longrope\), with which transformers"):
+    with pytest.raises(
+        DataError, match=r"longer than the model's context of 256; use a smaller window; for longer sequences it has other rotary factors \(longrope\), with which transformers"
+    ):
         list(llm.score([window]))
     with pytest.raises(DataError, match=r"255 tokens or fewer; for longer sequences it has other rotary factors \(longrope\)"):
         llm.generate([window[:256]], SamplingParams(max_tokens=1))

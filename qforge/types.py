@@ -19,7 +19,7 @@ KvScales = Mapping[str, tuple[float, float]]  # of keys and of values, by the at
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding of one kind of layer: base, and scaling as Hugging Face's `rope_parameters` writes it (`default`, `llama3`, `linear`, `yarn`, `longrope`); `none`: no rotation.
+    """Rotary embedding of one kind of layer: base, and scaling as Hugging Face's `rope_parameters` writes it (`default`, `llama3`, `linear`, `yarn`, `longrope`); `none`: no angle.
 
     Attributes:
         factors: what each frequency is divided by under LongRoPE (arXiv 2402.13753), in sequences up to the original context.

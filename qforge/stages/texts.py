@@ -121,9 +121,7 @@ def _check_reach(engine: str, model: Model, windows: EvaluationWindows) -> None:
     """Before any work: the runtime may compute shorter sequences than a model's context says."""
     longest, spec = max(map(len, windows.ids), default=0), model.spec
     if engine != "transformers" and spec is not None and supports(spec) is None and longest > spec.max_positions:
-        raise DataError(
-            f"evaluate.window: the built-in runtime computes {spec.max_positions} tokens of this model, and windows have {longest}{spec.beyond}: use engine: transformers"
-        )
+        raise DataError(f"evaluate.window: windows have {longest} tokens, and the built-in runtime computes {spec.max_positions}{spec.beyond}: use engine: transformers")
 
 
 def _generated(recipe: Recipe, model: Model, journal: Journal) -> Documents:

@@ -102,7 +102,7 @@ def test_windows_that_only_transformers_computes_are_refused_before_work_starts(
     settings = tiny.longrope() | {"original_max_position_embeddings": 48}
     tiny.make(tmp_path / "model", "phi3", **settings)  # type: ignore[arg-type]
     evaluate = {"text": "evaluation.txt", "window": 64}
-    with pytest.raises(DataError, match=r"computes 48 tokens of this model, and windows have 64; for longer sequences .*\(longrope\).*use engine: transformers"):
+    with pytest.raises(DataError, match=r"windows have 64 tokens, and the built-in runtime computes 48; for longer sequences .*\(longrope\).*use engine: transformers"):
         qforge.quantize(write_recipe(tmp_path, export=[], evaluate=evaluate), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     results = qforge.quantize(write_recipe(tmp_path, export=[], evaluate=evaluate | {"engine": "transformers"}), out=tmp_path / "out")

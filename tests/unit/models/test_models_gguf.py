@@ -35,7 +35,6 @@ from qforge.stages.exported import foreign
 from qforge.types import ExpertsSpec
 
 BLOCKS = {
-    "attn_qkv": "Q5_0",
     "attn_q": "Q4_0",
     "attn_k": "Q8_0",
     "attn_v": "Q5_0",

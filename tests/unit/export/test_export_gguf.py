@@ -17,6 +17,7 @@ from qforge.export import exporter
 from qforge.export.agreement import seeded_prompts
 from qforge.export.gguf import GgufExporter
 from qforge.export.gguf_metadata import metadata_problem, rope_factors
+from qforge.export.gguf_types import MIXES, tensor_type
 from qforge.export.verify_gguf import verify_gguf_weights
 from qforge.models.assets import end_ids
 from qforge.models.model import open_model
@@ -331,3 +332,30 @@ def test_a_family_without_a_gguf_form_is_told_those_that_have_one(tmp_path):
     assert GgufExporter().check(source) == f"a 'gemma2' model is of a family that has no GGUF form here; the families {', '.join(GGUF_ARCHITECTURES)} have"
     source = opened(tmp_path)
     assert GgufExporter().check(replace(source, spec=None)) == "this 'llama' model has settings without a GGUF form here (of its rotary embedding, activation or attention)"
+
+
+def test_phi3_keeps_its_window_which_llama_cpp_passes_over(tmp_path):
+    """So the file's context is no longer than that; and never beyond the sequences that LongRoPE's short factors are for."""
+    for window, context in ((64, 64), (None, 256)):
+        model = opened(tmp_path / str(window), "phi3", sliding_window=window)
+        (path,) = GgufExporter("f32").write(model, tmp_path / f"out-{window}")
+        told = fields(path)
+        assert (told["phi3.attention.sliding_window"], told["phi3.context_length"]) == (window or 0, context)
+        assert (told["phi3.rope.dimension_count"], told["phi3.rope.scaling.original_context_length"]) == (12, 256)
+        assert open_model(str(path)).spec.layer_windows == model.spec.layer_windows == (window or 0,) * 2
+
+
+def test_phi3_with_heads_of_another_width_is_refused(tmp_path):
+    spec = opened(tmp_path, "phi3").spec
+    assert metadata_problem(spec) is None
+    assert "4 x 32 beside 64" in metadata_problem(replace(spec, head_dim=32))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_fused_queries_keys_and_values_have_the_type_of_values(tmp_path, mix):
+    """As llama.cpp's quantizer has it: what holds values is an `attn_v`."""
+    spec = opened(tmp_path, "phi3", layers=1).spec
+    spec = replace(spec, num_layers=17)
+    for layer in range(17):
+        fused, values = (tensor_type(MIXES[mix], f"blk.{layer}.{part}.weight", 256, spec, True) for part in ("attn_qkv", "attn_v"))
+        assert fused == values

@@ -128,7 +128,7 @@ def _linears(model_type: str, joint: str) -> tuple[str, ...]:
 
 def is_rotary(model_type: str, name: str) -> bool:
     """Whether a GGUF tensor holds what rotary frequencies are or are divided by, which a config tells."""
-    return name.endswith(_ROTARY) or (gguf_architecture(model_type) == "phi3" and name in ROPE_FACTORS)
+    return name in ROPE_FACTORS if gguf_architecture(model_type) == "phi3" else name.endswith(_ROTARY)
 
 
 def gguf_permutes(model_type: str) -> bool:

@@ -155,7 +155,7 @@ def _rope(config: PretrainedConfig, parameters: Mapping[str, Any], head_dim: int
     if kind not in _ROPES or parameters.get("rope_theta") is None or (share != 1.0 and not partial) or (kind == "longrope" and not partial):
         return None
     rotated = int(head_dim * share) if math.isfinite(share) else 0
-    if not 0 < rotated <= head_dim or rotated % 2:
+    if not 0 < rotated <= head_dim or (rotated < head_dim and rotated % 2):
         return None
     if kind == "longrope":
         return _longrope(config, parameters, rotated, head_dim)

@@ -289,6 +289,9 @@ def test_factors_of_rope_are_whole_and_phi3s_own(bases: dict[str, Path], tmp_pat
     write(tmp_path / "n.gguf", bases["llama"], extra=lambda w: w.add_tensor("rope_factors_short.weight", np.ones(8, dtype=np.float32)))
     with pytest.raises(ModelError, match="rope_factors_short"):
         open_model("n.gguf", folder=tmp_path)
+    write(tmp_path / "p.gguf", bases["phi3"], extra=lambda w: w.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float32)))
+    with pytest.raises(ModelError, match="rope_freqs"):
+        open_model("p.gguf", folder=tmp_path)
     header = read_gguf_header(write(tmp_path / "o.gguf", bases["phi3"]))
     header.metadata["phi3.rope.scaling.attn_factor"] = 1.19
     with pytest.raises(ModelError, match="attn_factor, which is available with yarn"):

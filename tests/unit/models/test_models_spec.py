@@ -261,3 +261,9 @@ def test_an_original_context_without_a_logarithm_is_refused(value: int) -> None:
     made.original_max_position_embeddings = value
     with pytest.raises(ModelError, match="where a number of tokens is needed"):
         model_spec(made)
+
+
+def test_an_odd_head_is_named() -> None:
+    made = config("llama")
+    made.head_dim = 7
+    assert supports(model_spec(made)) == "its head size 7 is odd"

@@ -19,18 +19,30 @@ KvScales = Mapping[str, tuple[float, float]]  # of keys and of values, by the at
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding of one kind of layer: base, and scaling as Hugging Face's `rope_parameters` writes it (`default`, `llama3`, `linear`, `yarn`); `none`: it has none."""
+    """Rotary embedding of one kind of layer: base, and scaling as Hugging Face's `rope_parameters` writes it (`default`, `llama3`, `linear`, `yarn`, `longrope`); `none`: no angle.
+
+    Attributes:
+        factors: what each frequency is divided by under LongRoPE (arXiv 2402.13753), in sequences up to the original context.
+        rotated: how many of a head's dimensions turn, its first ones; 0: all.
+    """
 
     theta: float
     kind: str = "default"
     parameters: tuple[tuple[str, float], ...] = ()
+    factors: tuple[float, ...] = ()
+    rotated: int = 0
+
+    def turned(self, head_dim: int) -> int:
+        """How many dimensions of such a head turn."""
+        return self.rotated or head_dim
 
     @property
     def amplitude(self) -> float:
-        """What rotated queries and keys are multiplied by (YaRN, arXiv 2309.00071, section 3.4; `mscale`, `mscale_all_dim`: DeepSeek's variant)."""
+        """What rotated dimensions of queries and keys are multiplied by (YaRN, arXiv 2309.00071, section 3.4; `mscale`, `mscale_all_dim`: DeepSeek's variant; LongRoPE's is a
+        parameter)."""
         p = dict(self.parameters)
         if self.kind != "yarn":
-            return 1.0
+            return p["attention_factor"] if self.kind == "longrope" else 1.0
 
         def grown(by: float) -> float:
             return 1.0 + 0.1 * by * math.log(max(p["factor"], 1.0))
@@ -71,6 +83,7 @@ class ModelSpec:
         family: Hugging Face `model_type` (`llama`, `qwen2`, ...).
         hidden_act: `silu` or `gelu_pytorch_tanh`.
         layer_windows: per layer, the sliding window in tokens or 0 for full attention.
+        max_positions: of a sequence; under LongRoPE of one that is rotated by its short factors, the form that the runtime computes.
         layer_ropes: per layer, its rotary embedding.
         attention_scale: multiplier of q.k as the family has it (head_dim ** -0.5 unless the family says otherwise).
         qk_norm: whether queries and keys are normed; `whole_qk_norm`: over all their heads at once, else each head by itself.
@@ -116,8 +129,13 @@ class ModelSpec:
         """Whether what a branch adds is normed."""
         return self.norms[1] is not None
 
+    @property
+    def beyond(self) -> str:
+        """What is to be said of longer sequences than `max_positions`, where the model itself has a form for them."""
+        return "; for longer sequences it has other rotary factors (longrope), with which transformers runs it" if any(r.kind == "longrope" for r in self.layer_ropes) else ""
+
     def score_scale(self, layer: int) -> float:
-        """Multiplier of q.k in a layer, where these are rotated and nothing else."""
+        """Multiplier of q.k in a layer, where these are rotated and nothing else; dimensions that do not turn are then divided by the amplitude (`RopeTable`)."""
         return self.attention_scale * self.layer_ropes[layer].amplitude ** 2
 
 

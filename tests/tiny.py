@@ -24,6 +24,13 @@ GRANITE: dict[str, object] = {
 }  # an epsilon that counts
 
 
+def longrope(rotated: int = 12, head_dim: int = 16) -> dict[str, object]:
+    """Phi 3's settings: of so many dimensions of a head, with factors that differ everywhere and an amplitude above 1."""
+    factors = {"short_factor": [1.0 + 0.3 * i for i in range(rotated // 2)], "long_factor": [2.0 + 1.7 * i for i in range(rotated // 2)]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": rotated / head_dim, **factors}
+    return {"original_max_position_embeddings": 256, "max_position_embeddings": 4096, "rope_parameters": rope}
+
+
 def tokenizer(vocab_size: int = 384) -> PreTrainedTokenizerFast:
     """Byte-level BPE, with <|endoftext|> (0) as end, `<|im_start|>` and `<|im_end|>`."""
     raw = Tokenizer(models.BPE())
@@ -48,7 +55,7 @@ def make(folder: Path, family: str = "llama", *, seed: int = 0, layers: int = 3,
     width = {} if isinstance(getattr(CONFIG_MAPPING[family], "head_dim", None), property) else {"head_dim": hidden // heads}  # of some it is computed
     settings = AutoConfig.for_model(
         family, vocab_size=len(fast), hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        max_position_embeddings=256, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0, pad_token_id=None, **{**width, **config},
+        tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0, pad_token_id=None, **{"max_position_embeddings": 256, **width, **config},
     )  # fmt: skip
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(settings).eval()

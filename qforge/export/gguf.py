@@ -7,6 +7,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -150,9 +151,8 @@ class GgufExporter:
         """All tensors of the file in the order of the model's weights, a tied head left out."""
         assert model.spec is not None
         names = gguf_names(model.config)
-        factors = rope_factors(model.spec)
-        if factors is not None:
-            yield Tensor("rope_freqs.weight", GGMLQuantizationType.F32, factors.shape, lambda: factors)
+        for name, factors in rope_factors(model.spec, model.config.rope_parameters).items():
+            yield Tensor(name, GGMLQuantizationType.F32, factors.shape, partial(_bytes, torch.from_numpy(factors)))
         for name, module in stored_tensors(model):
             yield self._plain(model, name, names[name]) if module is None else self._quantized(model, module, names[name])
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from gguf import GGUFWriter, RopeScalingType
 
+from qforge.models.names import ROPE_FACTORS
 from qforge.types import NO_ROPE, ModelSpec, RopeSpec
 
 _GEMMA3_PATTERN = 6  # llama.cpp's fixed pattern: every sixth layer sees the whole context
@@ -27,6 +29,7 @@ def metadata_problem(spec: ModelSpec) -> str | None:
     """What of a model llama.cpp cannot be told, or would refuse as it loads the file; None if it computes what the model means."""
     own = {
         "gemma3_text": _gemma3_problem, "smollm3": _smollm3_problem, "seed_oss": _seed_oss_problem, "olmo2": _olmo_problem, "olmo3": _olmo_problem, "exaone4": _exaone4_problem,
+        "phi3": _phi3_problem,
     }.get(spec.family)  # fmt: skip
     return _family_problem(spec) or _rope_problem(spec) or _experts_problem(spec) or (None if own is None else own(spec))
 
@@ -113,6 +116,12 @@ def _every_fourth_sees_all(spec: ModelSpec) -> bool:
     return len(set(spec.layer_windows)) <= 2 and [w == 0 for w in spec.layer_windows] == [(i + 1) % _WINDOW_PATTERN == 0 for i in range(spec.num_layers)]
 
 
+def _phi3_problem(spec: ModelSpec) -> str | None:
+    if spec.num_heads * spec.head_dim != spec.hidden_size:
+        return f"llama.cpp's Phi 3 has heads that are together as wide as the model, and this one's are {spec.num_heads} x {spec.head_dim} beside {spec.hidden_size}"
+    return None
+
+
 def add_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
     """Write sizes, norms, windows and rotary embedding of a model without `metadata_problem`."""
     writer.add_vocab_size(spec.vocab_size)
@@ -125,7 +134,7 @@ def add_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
     writer.add_key_length(spec.head_dim)
     writer.add_value_length(spec.head_dim)
     writer.add_layer_norm_rms_eps(spec.norm_eps)
-    writer.add_rope_dimension_count(spec.head_dim)
+    writer.add_rope_dimension_count(_global_rope(spec).turned(spec.head_dim))
     _add_rope(writer, _global_rope(spec))
     if spec.experts is not None:
         writer.add_expert_count(spec.experts.count)
@@ -136,6 +145,8 @@ def add_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
         writer.add_sliding_window(max(spec.layer_windows))
     if spec.family == "gemma3_text":
         writer.add_rope_freq_base_swa(_GEMMA3_LOCAL_THETA)
+    if spec.family == "phi3":
+        writer.add_sliding_window(max(spec.layer_windows))
     if spec.family == "granite":
         writer.add_attention_scale(spec.attention_scale)
         writer.add_embedding_scale(spec.embedding_scale)
@@ -143,19 +154,25 @@ def add_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
         writer.add_logit_scale(1.0 / spec.logits_scale)
 
 
-def rope_factors(spec: ModelSpec) -> np.ndarray | None:
-    """`rope_freqs.weight`, fp32 `[head_dim / 2]`: what each rotary frequency is divided by under Llama 3's scaling; None for other scalings.
+def rope_factors(spec: ModelSpec, parameters: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """What each rotary frequency is divided by, by the name of the tensor that holds it, fp32 `[frequencies]`; nothing where it is by none, or by one number.
 
     Source: Llama 3.1's reference code, which transformers' `llama3` rope type follows.
+
+    Args:
+        spec: of the model.
+        parameters: rotary ones of its config, which have the factors of longer sequences.
     """
     rope = _global_rope(spec)
+    if rope.kind == "longrope":
+        return {name: np.asarray(factors, dtype=np.float32) for name, factors in zip(ROPE_FACTORS, (parameters["long_factor"], rope.factors), strict=True)}
     if rope.kind != "llama3":
-        return None
+        return {}
     p = dict(rope.parameters)
     wavelengths = 2 * math.pi * rope.theta ** (np.arange(0, spec.head_dim, 2, dtype=np.float64) / spec.head_dim)
     ratio = p["original_max_position_embeddings"] / wavelengths
     smooth = np.clip((ratio - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"]), 0.0, 1.0)
-    return np.asarray(1.0 / ((1 - smooth) / p["factor"] + smooth), dtype=np.float32)
+    return {"rope_freqs.weight": np.asarray(1.0 / ((1 - smooth) / p["factor"] + smooth), dtype=np.float32)}
 
 
 def _global_rope(spec: ModelSpec) -> RopeSpec:
@@ -164,7 +181,8 @@ def _global_rope(spec: ModelSpec) -> RopeSpec:
 
 
 def _context(spec: ModelSpec) -> int:
-    """The context in which llama.cpp computes what the model means: where it has no sliding window, up to the model's."""
+    """The context in which llama.cpp computes what the model means: where it has no sliding window, up to the model's; and in a context beyond LongRoPE's original one it takes
+    the long factors, however short a sequence is."""
     windows = [w for w in spec.layer_windows if w > 0]
     return spec.max_positions if spec.family in _WINDOWS or not windows else min(spec.max_positions, *windows)
 
@@ -181,6 +199,9 @@ def _add_rope(writer: GGUFWriter, rope: RopeSpec) -> None:
     if rope.kind == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(p["factor"])
+    elif rope.kind == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(int(p["original_max_position_embeddings"]))
+        writer.add_rope_scaling_attn_factors(rope.amplitude)
     elif rope.kind == "yarn":
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(p["factor"])

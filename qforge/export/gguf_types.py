@@ -74,7 +74,7 @@ def _by_part(mix: Mix, name: str, spec: ModelSpec) -> str:
         return "Q8_0"
     if spec.experts is not None and spec.experts.count == _EIGHT and part == "attn_output":
         return "Q5_K" if mix.name in _RAISED_BESIDE_EIGHT else mix.base
-    if part == "attn_v":
+    if part in ("attn_v", "attn_qkv"):
         return _values(mix, layer, spec)
     if part == "ffn_down":
         return _down(mix, layer, spec.num_layers)

@@ -67,8 +67,9 @@ class OnnxExporter:
     @staticmethod
     def _problem(model: Model, kind: str) -> str | None:
         assert model.spec is not None
-        if kind in LEVELS and model.spec.head_dim % _ROTARY:
-            return f"GroupQueryAttention rotates heads whose size is a multiple of {_ROTARY}, and this model's is {model.spec.head_dim}; use type qdq"
+        rotated = {rope.turned(model.spec.head_dim) for rope in model.spec.layer_ropes} | {model.spec.head_dim}
+        if kind in LEVELS and (odd := next((size for size in rotated if size % _ROTARY), None)):
+            return f"GroupQueryAttention rotates heads whose size is a multiple of {_ROTARY}, and this model's is {odd}; use type qdq"
         for name, scheme in model.schemes.items():
             reason = _scheme_problem(kind, scheme, *weight_shape(model, name))
             if reason:

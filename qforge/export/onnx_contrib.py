@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from onnx import TensorProto
 
-from qforge.export.onnx_decoder import PAST, PRESENT
+from qforge.export.onnx_decoder import PAST, PRESENT, amplitudes
 from qforge.export.onnx_graph import CONTRIB, Graph
 from qforge.export.onnx_linears import Linears
 from qforge.runtime.rope import inverse_frequencies
@@ -41,11 +41,12 @@ class ContribParts:
         if spec.qk_norm:
             q, k = (self._heads_norm(x, heads, layer, part, name) for x, heads, part in ((q, spec.num_heads, "q"), (k, spec.num_kv_heads, "k")))
         cache = [PAST % (layer, part) for part in ("key", "value")]
-        cosines, sines = self._table(spec.layer_ropes[layer])
+        scale, amplitude = amplitudes(spec, layer)
+        cosines, sines = self._table(spec.layer_ropes[layer], amplitude)
         return self._graph.op(
             "GroupQueryAttention", q, k, v, *cache, self._last, self._total, cosines, sines, name=f"{name}/GroupQueryAttention", domain=CONTRIB,
             out=(f"{name}/GroupQueryAttention", *(PRESENT % (layer, part) for part in ("key", "value"))), num_heads=spec.num_heads, kv_num_heads=spec.num_kv_heads,
-            scale=spec.score_scale(layer), local_window_size=spec.layer_windows[layer] or -1, do_rotary=1, rotary_interleaved=0,
+            scale=scale, local_window_size=spec.layer_windows[layer] or -1, do_rotary=1, rotary_interleaved=0,
         )  # fmt: skip
 
     def _heads_norm(self, x: str, heads: int, layer: int, part: str, name: str) -> str:
@@ -57,11 +58,11 @@ class ContribParts:
         normed = self.norm(split, module, at)
         return g.op("Reshape", normed, g.ints(0, 0, heads * size), name=f"{at}/Join")
 
-    def _table(self, rope: RopeSpec) -> tuple[str, str]:
-        """Cosines and sines `[M, D / 2]`, once for each kind of rotation."""
+    def _table(self, rope: RopeSpec, amplitude: float) -> tuple[str, str]:
+        """Cosines and sines `[M, D / 2]`, of as many dimensions as are rotated, times their amplitude, once for each kind of rotation."""
         if rope not in self._tables:
             at, count = f"model.rope.{len(self._tables)}", self._spec.max_positions
-            table = RopeTable(inverse_frequencies(rope, self._spec.head_dim).numpy()).upto(count)
-            cos, sin = (torch.from_numpy(t[:count].copy()) for t in table)
+            table = RopeTable(inverse_frequencies(rope, rope.turned(self._spec.head_dim)).numpy(), rope).upto(count)
+            cos, sin = (torch.from_numpy(t[:count].copy()) * amplitude for t in table)
             self._tables[rope] = self._graph.weight(f"{at}.cos", cos), self._graph.weight(f"{at}.sin", sin)
         return self._tables[rope]

@@ -5,6 +5,7 @@ Letters: B batch, S new tokens of a sequence, P tokens in the cache, T = P + S, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from onnx import TensorProto
 
 from qforge.export.onnx_graph import TYPES, Graph
 from qforge.export.onnx_linears import Linears
+from qforge.models import names
 from qforge.types import ModelSpec
 
 
@@ -68,8 +70,8 @@ def _layer(graph: Graph, spec: ModelSpec, linears: Linears, parts: Parts, x: str
         return x if part is None else parts.norm(x, f"{module}.{part}", f"{name}/{part}")
 
     input_norm, post_attention_norm, mlp_norm, post_mlp_norm = spec.norms
-    n = norm(x, input_norm)
-    q, k, v = (linears(n, f"{module}.self_attn.{part}_proj") for part in "qkv")
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    q, k, v = _several(graph, linears, norm(x, input_norm), [f"{module}.{part}" for part in names.attention_inputs(spec.family)], (queries, keys, keys))
     a = linears(parts.attention(q, k, v, index, f"{name}/self_attn"), f"{module}.self_attn.o_proj")
     a = norm(a, post_attention_norm)
     x = graph.op("Add", x, _scaled(graph, a, spec.residual_scale, TYPES[linears.compute], f"{name}/self_attn/Scale"), name=f"{name}/self_attn/Add")
@@ -77,10 +79,28 @@ def _layer(graph: Graph, spec: ModelSpec, linears: Linears, parts: Parts, x: str
     return graph.op("Add", x, _scaled(graph, m, spec.residual_scale, TYPES[linears.compute], f"{name}/mlp/Scale"), name=f"{name}/mlp/Add")
 
 
+def _several(graph: Graph, linears: Linears, x: str, modules: Sequence[str], sizes: Sequence[int]) -> Sequence[str]:
+    """The outputs of linears with the same input, or of one that holds all of them, which has so many of each."""
+    found = [linears(x, module) for module in modules]
+    if len(found) == len(sizes):
+        return found
+    at = f"/{modules[0].replace('.', '/')}/Split"
+    out = tuple(f"{at}/{i}" for i in range(len(sizes)))
+    graph.op("Split", found[0], graph.ints(*sizes), name=at, out=out, axis=-1)
+    return out
+
+
+def amplitudes(spec: ModelSpec, layer: int) -> tuple[float, float]:
+    """What scores are multiplied by, and what cosines and sines: where a whole head is rotated, all that is left to the scores."""
+    rope = spec.layer_ropes[layer]
+    return (spec.attention_scale, rope.amplitude) if rope.rotated else (spec.score_scale(layer), 1.0)
+
+
 def _mlp(graph: Graph, spec: ModelSpec, linears: Linears, x: str, module: str, name: str) -> str:
-    gate, up = (linears(x, f"{module}.mlp.{part}_proj") for part in ("gate", "up"))
+    ((inputs, down),) = names.mlps(spec.family, None)
+    gate, up = _several(graph, linears, x, [f"{module}.{part}" for part in inputs], (spec.intermediate_size,) * 2)
     if spec.hidden_act == "silu":
         active = graph.op("Mul", gate, graph.op("Sigmoid", gate, name=f"{name}/mlp/Sigmoid"), name=f"{name}/mlp/Silu")
     else:
         active = graph.op("Gelu", gate, name=f"{name}/mlp/Gelu", approximate="tanh")
-    return linears(graph.op("Mul", active, up, name=f"{name}/mlp/Mul"), f"{module}.mlp.down_proj")
+    return linears(graph.op("Mul", active, up, name=f"{name}/mlp/Mul"), f"{module}.{down}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from onnx import TensorProto
 
-from qforge.export.onnx_decoder import PAST, PRESENT
+from qforge.export.onnx_decoder import PAST, PRESENT, amplitudes
 from qforge.export.onnx_graph import TYPES, Graph
 from qforge.export.onnx_linears import Linears
 from qforge.runtime.rope import inverse_frequencies
@@ -56,7 +56,7 @@ class StandardParts:
         q, k = (self._heads(x, n, layer, part, name) for x, n, part in ((q, heads, "q"), (k, kv, "k")))
         v = g.op("Transpose", g.op("Reshape", v, g.ints(0, 0, kv, size), name=f"{name}/v/Reshape"), name=f"{name}/v/Transpose", perm=[0, 2, 1, 3])
         k, v = (g.op("Concat", PAST % (layer, part), x, name=f"{name}/{part}/Concat", out=(PRESENT % (layer, part),), axis=2) for x, part in ((k, "key"), (v, "value")))
-        q = g.op("Mul", q, g.constant(spec.score_scale(layer), self._kind), name=f"{at}/Scale")
+        q = g.op("Mul", q, g.constant(amplitudes(spec, layer)[0], self._kind), name=f"{at}/Scale")
         keys = g.op("Transpose", k, name=f"{at}/Transpose", perm=[0, 1, 3, 2])
         scores = g.op("MatMul", self._split(q, kv, size, f"{at}/Fold"), keys, name=f"{at}/Scores")
         scores = g.op("Add", self._split(scores, heads, None, f"{at}/Unfold"), self._mask(spec.layer_windows[layer]), name=f"{at}/Mask")
@@ -88,22 +88,27 @@ class StandardParts:
             x = self.norm(x, f"model.layers.{layer}.self_attn.{part}_norm", f"{at}_norm")
         x = g.op("Reshape", x, shape, name=f"{at}/Reshape") if spec.whole_qk_norm else x
         x = g.op("Transpose", x, name=f"{at}/Transpose", perm=[0, 2, 1, 3])
-        cos, sin = self._rotation(spec.layer_ropes[layer])
+        cos, sin = self._rotation(spec.layer_ropes[layer], amplitudes(spec, layer)[1])
+        half = spec.layer_ropes[layer].turned(spec.head_dim) // 2
+        still = (f"{at}/Split/still",) if 2 * half < spec.head_dim else ()
         halves = (f"{at}/Split/first", f"{at}/Split/second")
-        g.op("Split", x, name=f"{at}/Split", out=halves, axis=-1, num_outputs=2)
+        sizes = g.ints(half, half, *(spec.head_dim - 2 * half for _ in still))
+        g.op("Split", x, sizes, name=f"{at}/Split", out=(*halves, *still), axis=-1)
         products = [g.op("Mul", halves[i], (cos, sin)[j], name=f"{at}/Rotate/{i}{j}") for i, j in ((0, 0), (1, 1), (1, 0), (0, 1))]
         first = g.op("Sub", *products[:2], name=f"{at}/Rotate/first")
         second = g.op("Add", *products[2:], name=f"{at}/Rotate/second")
-        return g.op("Concat", first, second, name=f"{at}/Rotate", axis=-1)
+        return g.op("Concat", first, second, *still, name=f"{at}/Rotate", axis=-1)
 
-    def _rotation(self, rope: RopeSpec) -> tuple[str, str]:
-        """Cosines and sines `[B, 1, S, D / 2]` of the new positions, once for each kind of rotation."""
+    def _rotation(self, rope: RopeSpec, amplitude: float) -> tuple[str, str]:
+        """Cosines and sines `[B, 1, S, D / 2]` of the new positions, of as many dimensions as are rotated, times their amplitude, once for each kind of rotation."""
         if rope not in self._ropes:
             g, at = self._graph, f"/model/rope/{len(self._ropes)}"
             positions = g.op("Unsqueeze", g.op("Cast", "position_ids", name=f"{at}/Cast", to=TensorProto.FLOAT), g.ints(1, 3), name=f"{at}/Unsqueeze")
-            frequencies = g.weight(f"model.rope.{len(self._ropes)}.inverse_frequencies", inverse_frequencies(rope, self._spec.head_dim))
+            frequencies = g.weight(f"model.rope.{len(self._ropes)}.inverse_frequencies", inverse_frequencies(rope, rope.turned(self._spec.head_dim)))
             angles = g.op("Mul", positions, frequencies, name=f"{at}/Mul")
             both = [g.op(kind, angles, name=f"{at}/{kind}") for kind in ("Cos", "Sin")]
+            if amplitude != 1.0:
+                both = [g.op("Mul", x, g.constant(amplitude, TensorProto.FLOAT), name=f"{x}/Mul") for x in both]
             narrow = [x if self._compute is torch.float32 else g.op("Cast", x, name=f"{x}/Cast", to=self._kind) for x in both]
             self._ropes[rope] = narrow[0], narrow[1]
         return self._ropes[rope]

@@ -22,7 +22,7 @@ from qforge.errors import MissingCapabilityError
 from qforge.export.agreement import EXACT_KL, agreement, next_token_logprobs
 from qforge.export.gguf_types import MIXES
 from qforge.models.model import Model, open_model
-from qforge.models.names import HEAD, gguf_names, gguf_norm_offset, gguf_permutes, one_of, permuted_heads, unpermute_rows
+from qforge.models.names import HEAD, gguf_names, gguf_norm_offset, gguf_permutes, is_rotary, one_of, permuted_heads, unpermute_rows
 from qforge.models.tying import shared_table
 from qforge.types import Verification
 
@@ -61,7 +61,7 @@ def verify_gguf_weights(path: Path, model: Model) -> Verification:
         if found is None or not torch.equal(_dequantized(found, name, model), stored) or (torch.isfinite(expected) & ~torch.isfinite(stored)).any():
             unequal.append(name)
         rounded |= not torch.equal(stored, expected)
-    extra = sorted(set(tensors) - {"rope_freqs.weight"})
+    extra = sorted(name for name in tensors if not is_rotary(model.config.model_type, name))
     problem = f"unequal: {', '.join(unequal[:3])} and {max(0, len(unequal) - 3)} more; " if unequal else f"not in the model: {', '.join(extra)}; " if extra else ""
     return Verification("gguf package", version("gguf"), weights_equal=not unequal and not extra, note=problem + types, rounded="rounded to 16 bits" if rounded else None)
 

@@ -16,18 +16,21 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from qforge.errors import ModelError, last_line
 from qforge.models.experts import MOST_EXPERTS
 from qforge.models.gguf_header import GgufHeader
+from qforge.models.names import ROPE_FACTORS
 
 FAMILIES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma": "gemma", "gemma3": "gemma3_text", "smollm3": "smollm3", "granite": "granite",
-    "olmo2": "olmo2", "exaone4": "exaone4", "seed_oss": "seed_oss",
+    "olmo2": "olmo2", "exaone4": "exaone4", "seed_oss": "seed_oss", "phi3": "phi3",
 }  # fmt: skip
 _MIXTURES = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # the families of architectures that may have experts
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gemma": "GemmaForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "smollm3": "SmolLM3ForCausalLM", "granite": "GraniteForCausalLM",
+    "gemma": "GemmaForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "smollm3": "SmolLM3ForCausalLM", "granite": "GraniteForCausalLM", "phi3": "Phi3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM", "exaone4": "Exaone4ForCausalLM", "seed_oss": "SeedOssForCausalLM",
 }  # fmt: skip
 _MLP_BIAS = ("llama", "granite")
+_FIXED_BIAS = ("qwen2", "phi3")  # q, k and v of the one always have a bias, the other's never
+_PARTIAL = ("phi3",)
 _GEMMA3_PERIOD = 6  # every sixth layer attends to everything (Gemma 3 report, section 2)
 _PERIOD = 4  # of OLMo 3 and EXAONE 4
 _EXAONE4_LAYERS = 64  # of the one size that has windows, as llama.cpp tells it
@@ -52,7 +55,12 @@ def gguf_config(header: GgufHeader) -> PretrainedConfig:
     family = _MIXTURES[architecture] if experts else FAMILIES[architecture]
     family = "olmo3" if family == "olmo2" and get.optional("attention.sliding_window", 0) else family
     values = _sizes(header, get, family) | (_experts(header, get, family, experts) if experts else {})
-    values |= _gemma3(header, get, values) if family == "gemma3_text" else {"rope_parameters": _rope(header, get, values["head_dim"])}
+    if family == "gemma3_text":
+        values |= _gemma3(header, get, values)
+    elif family == "phi3":
+        values |= _phi3(header, get, values)
+    else:
+        values["rope_parameters"] = _rope(header, get, values["head_dim"])
     if family in ("olmo3", "exaone4"):
         values |= _periodic(get, family, values)
     values |= _granite(header.path, get, values["head_dim"]) if family == "granite" else {}
@@ -87,8 +95,9 @@ class _Keys:
 
 def _sizes(header: GgufHeader, get: _Keys, family: str) -> dict[str, Any]:
     hidden, heads = get.required("embedding_length", int), get.required("attention.head_count", int)
-    head_dim = get.number("attention.key_length", get.optional("rope.dimension_count", hidden // heads), int)
-    if get.number("rope.dimension_count", head_dim, int) != head_dim or get.number("attention.value_length", head_dim, int) != head_dim:
+    partial = family in _PARTIAL  # so that their heads may be wider than what is rotated of them
+    head_dim = get.number("attention.key_length", hidden // heads if partial else get.optional("rope.dimension_count", hidden // heads), int)
+    if (not partial and get.number("rope.dimension_count", head_dim, int) != head_dim) or get.number("attention.value_length", head_dim, int) != head_dim:
         raise ModelError(f"{header.path}: its heads have parts of different widths (rotary, key, value); these are not available")
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
@@ -108,7 +117,7 @@ def _sizes(header: GgufHeader, get: _Keys, family: str) -> dict[str, Any]:
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
-    if family != "qwen2":  # whose q, k and v always have a bias
+    if family not in _FIXED_BIAS:
         values["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     if family in _MLP_BIAS:
         values["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
@@ -179,14 +188,25 @@ def _llama3_scaling(header: GgufHeader, theta: float, head_dim: int) -> dict[str
     Raises:
         ModelError: the divisors are others.
     """
-    tensor = header.tensors["rope_freqs.weight"]
-    stored = np.fromfile(header.path, dtype=np.float32, count=tensor.nbytes // 4, offset=tensor.start)
+    stored = _stored(header, "rope_freqs.weight")
     factor = float(stored.max(initial=1.0))
     parameters = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     expected = [_divisor(theta ** (-2 * i / head_dim), parameters) for i in range(head_dim // 2)]
     if stored.shape != (head_dim // 2,) or not np.allclose(stored, expected, rtol=1e-3):
         raise ModelError(f"{header.path}: its rotary frequencies (rope_freqs.weight) are scaled in a way that qforge cannot tell; start from the Hugging Face model")
     return parameters
+
+
+def _stored(header: GgufHeader, name: str) -> np.ndarray:
+    """Rotary factors in fp32.
+
+    Raises:
+        ModelError: they are of another type.
+    """
+    tensor = header.tensors[name]
+    if tensor.type.name != "F32":
+        raise ModelError(f"{header.path}: {name} is of type {tensor.type.name}, where F32 is needed")
+    return np.fromfile(header.path, dtype=np.float32, count=tensor.nbytes // 4, offset=tensor.start)
 
 
 def _divisor(frequency: float, p: Mapping[str, Any]) -> float:
@@ -234,6 +254,23 @@ def _layer_types(get: _Keys, layers: int, period: int) -> list[str]:
     pattern = get.optional(key, period)
     sliding = pattern if isinstance(pattern, list) else [(i + 1) % get.number(key, period, int) != 0 for i in range(layers)]
     return ["sliding_attention" if s else "full_attention" for s in sliding]
+
+
+def _phi3(header: GgufHeader, get: _Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Its window, which llama.cpp passes over, and its rotary embedding: of a part of each head, and LongRoPE where the file holds factors."""
+    head_dim, rotated = sizes["head_dim"], get.number("rope.dimension_count", sizes["head_dim"], int)
+    share = next((s for s in (rotated / head_dim, (rotated + 0.5) / head_dim) if int(head_dim * s) == rotated), 0.0)
+    rope: dict[str, Any] = {"rope_theta": get.number("rope.freq_base", 10000.0, float), "partial_rotary_factor": share}
+    values = {"sliding_window": get.required("attention.sliding_window", int) if get.optional("attention.sliding_window", 0) else None, "rope_parameters": rope}
+    held = [name for name in ROPE_FACTORS if name in header.tensors]
+    if not held:
+        rope |= _scaling(header, get)
+        return values
+    if len(held) < len(ROPE_FACTORS) or get.number("rope.scaling.factor", 1.0, float) != 1.0:
+        raise ModelError(f"{header.path}: its rotary frequencies are divided by {held[0]} and something else than {' and '.join(ROPE_FACTORS)}; this is not available")
+    long, short = (_stored(header, name).tolist() for name in held)
+    rope |= {"rope_type": "longrope", "long_factor": long, "short_factor": short, "attention_factor": get.number("rope.scaling.attn_factor", 1.0, float)}
+    return values | {"original_max_position_embeddings": get.number("rope.scaling.original_context_length", sizes["max_position_embeddings"], int)}
 
 
 def _gemma3(header: GgufHeader, get: _Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,12 +16,11 @@ from qforge.files import sha256_file
 from qforge.layouts import gguf_schemes
 from qforge.layouts.gguf_integers import INTEGER_TYPES, layout_of
 from qforge.models.gguf_header import GgufHeader, GgufTensor
-from qforge.models.names import EMBEDDING, HEAD, gguf_names, gguf_norm_offset, gguf_permutes, one_of, permuted_heads, unpermute_rows
+from qforge.models.names import EMBEDDING, HEAD, gguf_names, gguf_norm_offset, gguf_permutes, is_rotary, one_of, permuted_heads, unpermute_rows
 from qforge.models.weights import TensorInfo, digest
 from qforge.qlinear import QuantizedLinear
 
 _FLOATS = {GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16, GGMLQuantizationType.BF16: torch.bfloat16}
-_DERIVED = ("rope_freqs.weight", "attn_rot_embd.weight")  # rotary frequencies, which a config tells
 
 
 class GgufSource:
@@ -40,7 +39,7 @@ class GgufSource:
         self._heads = (config.num_attention_heads, config.num_key_value_heads)
         self._fingerprint = ""
         ours = {theirs: hf for hf, theirs in gguf_names(config).items()}
-        self._tensors = {ours.get(t.name, t.name): t for stored in header.tensors.values() if not stored.name.endswith(_DERIVED) for t in _apart(stored, ours)}
+        self._tensors = {ours.get(t.name, t.name): t for stored in header.tensors.values() if not is_rotary(self._family, stored.name) for t in _apart(stored, ours)}
         integers = {name: t for name in linears if (t := self._tensors.get(self.stored(name))) is not None and t.type.name in INTEGER_TYPES and len(t.shape) == 2}
         told = gguf_schemes.schemes(header.metadata, {t.name: (t.type.name, t.shape) for t in integers.values()})
         self.schemes = {name: told[t.name] for name, t in integers.items() if t.name in told}

@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 # Hugging Face model_type -> GGUF `general.architecture`
 GGUF_ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma3_text": "gemma3",
-    "smollm3": "smollm3", "granite": "granite", "seed_oss": "seed_oss", "olmo2": "olmo2", "olmo3": "olmo2", "exaone4": "exaone4",
+    "smollm3": "smollm3", "granite": "granite", "phi3": "phi3", "seed_oss": "seed_oss", "olmo2": "olmo2", "olmo3": "olmo2", "exaone4": "exaone4",
 }  # fmt: skip
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 JOINT = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # linears that vLLM multiplies as one, and its name for that
 _OUTER = (EMBEDDING, "model.norm", HEAD)
+_ROTARY = ("rope_freqs.weight", "attn_rot_embd.weight")
+ROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")  # GGUF's, of Phi 3
 _PERMUTED, _OFFSET = ("llama", "smollm3", "granite"), ("gemma", "gemma3")  # architectures
-_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_FUSED = ("phi3",)  # families whose checkpoints hold JOINT linears: the rows of their parts below each other
 _MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
-_MLP = tuple(f"mlp.{part}" for part in _MLP_PARTS)
 _EXPERTS = {"qwen3_moe": ("mlp", _MLP_PARTS), "mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}  # the block beside whose router experts are, and an expert's gate, up and down
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
@@ -75,7 +76,8 @@ def gguf_names(config: PretrainedConfig) -> dict[str, str]:
 def _expert_names(model_type: str, layer: str, count: int, lookup: TensorNameMap) -> dict[str, str]:
     block, parts = _EXPERTS[model_type]
     stacks = [lookup.get_name(f"{layer}{block}.experts.{part}") for part in parts]
-    return {f"{layer}{module}.weight": one_of(f"{stack}.weight", e) for e, modules in enumerate(mlps(model_type, count)) for module, stack in zip(modules, stacks, strict=True)}
+    experts = enumerate((*inputs, down) for inputs, down in mlps(model_type, count))
+    return {f"{layer}{module}.weight": one_of(f"{stack}.weight", e) for e, modules in experts for module, stack in zip(modules, stacks, strict=True)}
 
 
 def one_of(stack: str, index: int) -> str:
@@ -90,8 +92,10 @@ def stack_of(name: str) -> str:
 
 def _block_modules(model_type: str) -> tuple[str, ...]:
     family = FAMILIES[model_type]
+    ((inputs, down),) = mlps(model_type, None)
+    mlp = (router(model_type),) if model_type in _EXPERTS else (*inputs, down)
     norms = (norm for norm in family.get("norms", PRE_NORMS) if norm is not None)
-    return (*_ATTENTION, *((router(model_type),) if model_type in _EXPERTS else _MLP), *norms, *(_QK_NORMS if family.get("qk_norm") else ()))
+    return (*attention_inputs(model_type), "self_attn.o_proj", *mlp, *norms, *(_QK_NORMS if family.get("qk_norm") else ()))
 
 
 def router(model_type: str) -> str:
@@ -104,12 +108,26 @@ def is_router(model_type: str, name: str) -> bool:
     return model_type in _EXPERTS and name.endswith(f".{router(model_type)}.weight")
 
 
-def mlps(model_type: str, experts: int | None) -> list[tuple[str, ...]]:
-    """Gate, up and down below a layer: of its one MLP, or of each of so many experts."""
+def attention_inputs(model_type: str) -> tuple[str, ...]:
+    """Queries, keys and values below a layer: a linear of each, or one of all."""
+    return tuple(f"self_attn.{part}" for part in _linears(model_type, "qkv_proj"))
+
+
+def mlps(model_type: str, experts: int | None) -> list[tuple[tuple[str, ...], str]]:
+    """Gate and up (or what holds both), and down below a layer: of its one MLP, or of each of so many experts."""
     if experts is None:
-        return [_MLP]
-    block, parts = _EXPERTS[model_type]
-    return [tuple(f"{block}.experts.{e}.{part}" for part in parts) for e in range(experts)]
+        return [(tuple(f"mlp.{part}" for part in _linears(model_type, "gate_up_proj")), "mlp.down_proj")]
+    block, (gate, up, down) = _EXPERTS[model_type]
+    return [((f"{block}.experts.{e}.{gate}", f"{block}.experts.{e}.{up}"), f"{block}.experts.{e}.{down}") for e in range(experts)]
+
+
+def _linears(model_type: str, joint: str) -> tuple[str, ...]:
+    return (joint,) if model_type in _FUSED else JOINT[joint]
+
+
+def is_rotary(model_type: str, name: str) -> bool:
+    """Whether a GGUF tensor holds what rotary frequencies are or are divided by, which a config tells."""
+    return name in ROPE_FACTORS if gguf_architecture(model_type) == "phi3" else name.endswith(_ROTARY)
 
 
 def gguf_permutes(model_type: str) -> bool:

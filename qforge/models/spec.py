@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import reprlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,16 +18,19 @@ _POST_NORMS: LayerNorms = (None, "post_attention_layernorm", None, "post_feedfor
 _ALL_NORMS: LayerNorms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {"qk_norm": True}, "gemma3_text": {"qk_norm": True, "norms": _ALL_NORMS, "norm_offset": 1.0},
-    "qwen3_moe": {"qk_norm": True}, "mixtral": {}, "gemma": {"norm_offset": 1.0}, "smollm3": {}, "granite": {}, "seed_oss": {},
+    "qwen3_moe": {"qk_norm": True}, "mixtral": {}, "gemma": {"norm_offset": 1.0}, "smollm3": {}, "granite": {}, "phi3": {}, "seed_oss": {},
     "olmo2": {"qk_norm": True, "whole_qk_norm": True, "norms": _POST_NORMS}, "olmo3": {"qk_norm": True, "whole_qk_norm": True, "norms": _POST_NORMS},
     "exaone4": {"qk_norm": True, "norms": _POST_NORMS},
 }  # fmt: skip
 _NO_WINDOW = ("llama", "gemma", "granite", "seed_oss", "olmo2")  # whatever their config says
-_ONE_WINDOW = ("mistral", "qwen3_moe", "mixtral")  # in all layers, if any
+_ONE_WINDOW = ("mistral", "qwen3_moe", "mixtral", "phi3")  # in all layers, if any
+_PARTIAL = ("phi3",)  # may rotate a part of each head
+_WITHOUT_BIAS = ("phi3",)  # whatever their config says
 _ROPES = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("original_max_position_embeddings", "attention_factor"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
 }
 _GRANITE_SCALES = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")  # above 0
@@ -36,19 +41,19 @@ def model_spec(config: PretrainedConfig) -> ModelSpec | None:
     """The model as data, or None when its family, rotary scaling, activation or attention is none that a ModelSpec can say.
 
     Raises:
-        ModelError: layers have a window, and the config does not say how wide it is; it does not say of all layers whether they rotate; or a token has no experts, or more
-            than there are.
+        ModelError: layers have a window, and the config does not say how wide it is; it does not say of all layers whether they rotate; rotary parameters are no numbers, or
+            not as many as needed; or a token has no experts, or more than there are.
     """
     family = config.model_type
     if family not in FAMILIES or _has_unsayable_parts(config):
         return None
     kinds = _layer_kinds(config)
-    ropes = _ropes(config, kinds)
-    if any(r is None for r in ropes):
-        return None
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    bias = bool(getattr(config, "attention_bias", False))
+    ropes = _ropes(config, kinds, head_dim)
+    if any(r is None for r in ropes):
+        return None
+    bias = bool(getattr(config, "attention_bias", False)) and family not in _WITHOUT_BIAS
     return ModelSpec(
         family=family,
         vocab_size=config.vocab_size,
@@ -58,7 +63,7 @@ def model_spec(config: PretrainedConfig) -> ModelSpec | None:
         num_heads=heads,
         num_kv_heads=config.num_key_value_heads or heads,
         head_dim=head_dim,
-        max_positions=config.max_position_embeddings,
+        max_positions=min(config.max_position_embeddings, *(_reach(r) for r in ropes if r is not None)),
         norm_eps=config.rms_norm_eps,
         hidden_act=_activation(config),
         tied_head=bool(config.tie_word_embeddings),
@@ -136,7 +141,7 @@ def _parameters(config: PretrainedConfig, kind: str) -> Mapping[str, Any]:
     return nested if isinstance(nested, Mapping) else parameters
 
 
-def _ropes(config: PretrainedConfig, kinds: list[str]) -> list[RopeSpec | None]:
+def _ropes(config: PretrainedConfig, kinds: list[str], head_dim: int) -> list[RopeSpec | None]:
     """Per layer; SmolLM3 says for each whether it has one, and EXAONE 4 has none where it sees all, if it has windows."""
     rotated = [1] * len(kinds)
     if config.model_type == "smollm3":
@@ -146,20 +151,55 @@ def _ropes(config: PretrainedConfig, kinds: list[str]) -> list[RopeSpec | None]:
     if len(rotated) < len(kinds):
         raise ModelError(f"config.json: no_rope_layers tells of {len(rotated)} layers, and the model has {len(kinds)}")
     whole = "truncate" not in config.rope_parameters or bool(config.rope_parameters["truncate"])  # read there, also where each kind has parameters of its own
-    return [_rope(_parameters(config, kind), whole=whole) if here else NO_ROPE for kind, here in zip(kinds, rotated, strict=False)]
+    found = {kind: _rope(config, _parameters(config, kind), head_dim, whole=whole) for kind in dict.fromkeys(kinds)}
+    return [found[kind] if here else NO_ROPE for kind, here in zip(kinds, rotated, strict=False)]
 
 
-def _rope(parameters: Mapping[str, Any], *, whole: bool) -> RopeSpec | None:
+def _rope(config: PretrainedConfig, parameters: Mapping[str, Any], head_dim: int, *, whole: bool) -> RopeSpec | None:
     """`whole`: whether YaRN's ramp begins and ends at whole dimensions (`truncate`)."""
-
-    def number(name: str) -> float:
-        try:
-            return float(parameters[name])
-        except (TypeError, ValueError, OverflowError) as e:
-            raise ModelError(f"config.json: rotary parameters have {parameters[name]!r} for {name}, where a number is needed") from e
-
     kind = str(parameters.get("rope_type", "default"))
-    if kind not in _ROPES or (parameters.get("partial_rotary_factor") and number("partial_rotary_factor") != 1.0) or parameters.get("rope_theta") is None:
+    share = _number(parameters, "partial_rotary_factor") if parameters.get("partial_rotary_factor") is not None else 1.0
+    partial = config.model_type in _PARTIAL
+    if kind not in _ROPES or parameters.get("rope_theta") is None or (share != 1.0 and not partial) or (kind == "longrope" and not partial):
         return None
-    values = [(name, number(name)) for name in _ROPES[kind] if parameters.get(name) is not None]
-    return RopeSpec(number("rope_theta"), kind, (*values, *((("truncate", 0.0),) if kind == "yarn" and not whole else ())))
+    rotated = int(head_dim * share) if math.isfinite(share) else 0
+    if not 0 < rotated <= head_dim or (rotated < head_dim and rotated % 2):
+        return None
+    if kind == "longrope":
+        return _longrope(config, parameters, rotated, head_dim)
+    values = [(name, _number(parameters, name)) for name in _ROPES[kind] if parameters.get(name) is not None]
+    more = (("truncate", 0.0),) if kind == "yarn" and not whole else ()
+    return RopeSpec(_number(parameters, "rope_theta"), kind, (*values, *more), rotated=rotated % head_dim)
+
+
+def _longrope(config: PretrainedConfig, parameters: Mapping[str, Any], rotated: int, head_dim: int) -> RopeSpec:
+    """With its short factors. Phi 3's config says the original context beside its rotary parameters, as transformers' does."""
+    values = {**parameters, "original_max_position_embeddings": config.original_max_position_embeddings}
+    original = _number(values, "original_max_position_embeddings")
+    if not 1 < original < math.inf:
+        raise ModelError(f"config.json: original_max_position_embeddings is {original:g}, where a number of tokens is needed")
+    factors, _ = (_factors(values, name, rotated // 2) for name in ("short_factor", "long_factor"))
+    longer = _number(values, "factor") if values.get("factor") is not None else config.max_position_embeddings / original
+    if values.get("attention_factor") is None:
+        values["attention_factor"] = math.sqrt(1 + math.log(longer) / math.log(original)) if longer > 1 else 1.0
+    kept = tuple((name, _number(values, name)) for name in _ROPES["longrope"])
+    return RopeSpec(_number(values, "rope_theta"), "longrope", kept, factors, rotated % head_dim)
+
+
+def _factors(parameters: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
+    found = parameters.get(name)
+    if not isinstance(found, list) or len(found) != count or not all(isinstance(f, (int, float)) and 0 < f < math.inf for f in found):
+        raise ModelError(f"config.json: rotary parameters have {reprlib.repr(found)} for {name}, where a list of {count} positive numbers is needed")
+    return tuple(map(float, found))
+
+
+def _number(parameters: Mapping[str, Any], name: str) -> float:
+    try:
+        return float(parameters[name])
+    except (TypeError, ValueError, OverflowError) as e:
+        raise ModelError(f"config.json: rotary parameters have {parameters[name]!r} for {name}, where a number is needed") from e
+
+
+def _reach(rope: RopeSpec) -> int:
+    """Positions up to which a rotary embedding is what its RopeSpec says."""
+    return int(dict(rope.parameters)["original_max_position_embeddings"]) if rope.kind == "longrope" else sys.maxsize

@@ -42,7 +42,7 @@ class Decoder:
 
     def __init__(self, weights: Weights, *, num_blocks: int, block_size: int, kv_cache: str = "fp32") -> None:
         self.spec, self._weights, self._ops = weights.spec, weights, TorchLayers()
-        self._ropes = {r: RopeTable(rope.inverse_frequencies(r, self.spec.head_dim).numpy()) for r in dict.fromkeys(self.spec.layer_ropes)}
+        self._ropes = {r: RopeTable(rope.inverse_frequencies(r, self.spec.head_dim).numpy(), r) for r in dict.fromkeys(self.spec.layer_ropes)}
         scales = self.spec.kv_scales if kv_cache == "fp8" else [None] * len(weights.layers)
         self._caches = [self._ops.cache(num_blocks, block_size, self.spec.num_kv_heads, self.spec.head_dim, s) for s in scales]
 

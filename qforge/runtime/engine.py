@@ -67,7 +67,8 @@ class Engine:
         if not prompt:
             raise DataError("a prompt has no tokens; give at least one")
         if len(prompt) >= self._max_context:
-            raise DataError(f"a prompt of {len(prompt)} tokens leaves no room in the model's context of {self._max_context}; shorten it to {self._max_context - 1} tokens or fewer")
+            short = f"shorten it to {self._max_context - 1} tokens or fewer{self._runner.spec.beyond}"
+            raise DataError(f"a prompt of {len(prompt)} tokens leaves no room in the model's context of {self._max_context}; {short}")
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_ids)
         text = Detokenizer(self._tokenizer, prompt, params.stop)

@@ -42,7 +42,7 @@ class GpuDecoder:
         spec, reach = self.spec, min(self.spec.max_positions, num_blocks * block_size)
         scales = spec.kv_scales if stored is torch.float8_e4m3fn and spec.kv_scales else [None] * len(weights.layers)
         self._caches = [empty_cache(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, stored, place.device, s) for s in scales]
-        self._ropes = {r: self._table(rope.inverse_frequencies(r, spec.head_dim), reach) for r in dict.fromkeys(spec.layer_ropes)}
+        self._ropes = {r: self._table(RopeTable(rope.inverse_frequencies(r, spec.head_dim).numpy(), r), reach) for r in dict.fromkeys(spec.layer_ropes)}
         self.graphs: DecodeGraphs | None = None
         if capture is not None:
             self.graphs = DecodeGraphs(self._forward, place.device, max_num_seqs, -(-reach // block_size), reach, spec.vocab_size, capture)
@@ -109,9 +109,9 @@ class GpuDecoder:
         gate, up = x.chunk(2, -1)
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
-    def _table(self, frequencies: torch.Tensor, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _table(self, table: RopeTable, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines `[P, D / 2]` fp32."""
-        cosines, sines = RopeTable(frequencies.numpy()).upto(positions)
+        cosines, sines = table.upto(positions)
         return tuple(torch.from_numpy(np.ascontiguousarray(t)).to(self._place.device) for t in (cosines, sines))  # type: ignore[return-value]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,7 +11,7 @@ from qforge.ops.native import NativeDense, Packed
 from qforge.ops.native_module import missing
 from qforge.ops.select import choose
 from qforge.qlinear import QuantizedLinear
-from qforge.scheme import Per
+from qforge.scheme import Granularity, Per
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -82,6 +82,21 @@ def linear(weight: Weight, threads: int | None = None, activations: str = "fp") 
     # torch's matrix product: its bits may depend on the number of rows
     w, b = weight.weight.float(), None if weight.bias is None else weight.bias.float()
     return Linear("torch", (Part(lambda x: torch.nn.functional.linear(x, w, b), out_features, in_features),))
+
+
+def rows(weight: Weight, index: torch.Tensor) -> Weight:
+    """Some rows of a weight, in the order of `index` (int64). Scales of blocks of rows become each row's own."""
+    if isinstance(weight, Dense):
+        return Dense(weight.weight[index], None if weight.bias is None else weight.bias[index])
+    scheme, grain, at = weight.scheme, weight.scheme.granularity, index
+    if grain.per is Per.BLOCK:
+        scheme, at = replace(scheme, granularity=Granularity(Per.GROUP, grain.columns)), index // grain.rows
+    elif grain.per is Per.TENSOR:
+        at = torch.zeros(1, dtype=torch.int64)
+    return replace(
+        weight, scheme=scheme, codes=weight.codes[index], scales=weight.scales[at], zeros=None if weight.zeros is None else weight.zeros[at], super_scales=None,
+        bias=None if weight.bias is None else weight.bias[index],
+    )  # fmt: skip
 
 
 def joined(weights: Sequence[Weight], pack: Callable[[Weight], Linear]) -> Linear:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,8 +12,9 @@ from qforge.models.model import Model
 from qforge.models.tying import shared_table
 from qforge.ops.layers import AttentionParameters
 from qforge.runtime.decoder import supports
-from qforge.runtime.linears import Dense, Linear, Weight, joined
+from qforge.runtime.linears import Dense, Linear, Weight, joined, rows
 from qforge.runtime.places import Host, Place
+from qforge.runtime.rope import row_order
 from qforge.runtime.weights import Head, Layer, Mlp, Weights
 from qforge.types import ModelSpec
 
@@ -82,15 +82,15 @@ class Reader:
         input_norm, post_attention_norm, mlp_norm, post_mlp_norm = (None if norm is None else self.norm(at + norm) for norm in spec.norms)
         return Layer(
             input_norm=input_norm,
-            qkv=self._joined([f"{at}self_attn.{n}_proj" for n in "qkv"]),
+            qkv=self._qkv(index, at),
             attention=attention,
             output=self._linear(at + "self_attn.o_proj"),
             post_attention_norm=post_attention_norm,
             mlp_norm=mlp_norm,
             router=self._place.linear(self._whole(at + names.router(spec.family)), wide=True) if mixed else None,
             mlps=tuple(
-                Mlp(self._joined([at + gate, at + up]), self._linear(at + down))
-                for gate, up, down in names.mlps(spec.family, spec.experts.count if spec.experts is not None and mixed else None)
+                Mlp(joined([self._weight(at + n) for n in inputs], self._place.linear), self._linear(at + down))
+                for inputs, down in names.mlps(spec.family, spec.experts.count if spec.experts is not None and mixed else None)
             ),
             post_mlp_norm=post_mlp_norm,
             rope=spec.layer_ropes[index],
@@ -129,8 +129,15 @@ class Reader:
     def _linear(self, name: str) -> Linear:
         return self._place.linear(self._weight(name))
 
-    def _joined(self, names: Sequence[str]) -> Linear:
-        return joined([self._weight(n) for n in names], self._place.linear)
+    def _qkv(self, index: int, at: str) -> Linear:
+        """Of one layer; where only a part of each head turns, with its rows in the decoders' order."""
+        spec, weights = self._spec, [self._weight(at + n) for n in names.attention_inputs(self._spec.family)]
+        order = row_order(spec.layer_ropes[index], spec.num_heads + spec.num_kv_heads, spec.head_dim)
+        if order is not None:
+            (fused,) = weights
+            assert not spec.qk_norm
+            weights = [rows(fused, torch.cat((order, len(order) + torch.arange(spec.num_kv_heads * spec.head_dim))))]
+        return joined(weights, self._place.linear)
 
     def _weight(self, name: str) -> Weight:
         return self._whole(name)

@@ -53,7 +53,7 @@ class NativeDecoder:
         spec = model.spec
         self.spec, self._model, self._native = spec, model, native
         self.batch_invariant = all(part.elsewhere is None for product in model.products() for part in product.parts)
-        self._tables = [RopeTable(f.view(np.float32)) for f in model.frequencies]
+        self._tables = [RopeTable(f.view(np.float32), rope) for f, rope in zip(model.frequencies, dict.fromkeys(spec.layer_ropes), strict=True)]
         try:
             scales = spec.kv_scales or [None] * len(model.layers)
             self._cache = NativeCache(kv_cache, num_blocks, block_size, spec.num_kv_heads, spec.head_dim, scales)

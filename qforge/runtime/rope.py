@@ -9,7 +9,7 @@ import torch
 from qforge.errors import ModelError
 from qforge.types import RopeSpec
 
-KINDS = ("default", "linear", "llama3", "yarn", "none")
+KINDS = ("default", "linear", "llama3", "yarn", "longrope", "none")
 _YARN = ("factor", "original_max_position_embeddings")  # what it cannot be computed without
 
 
@@ -24,13 +24,14 @@ def supports(rope: RopeSpec) -> str | None:
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
-    """`[head_dim / 2]` fp32 radians per position.
+    """`[head_dim / 2]` fp32 radians per position, 0 for dimensions that do not turn, which come last (`row_order`).
 
     Raises:
         ModelError: they are not finite.
     """
+    turned = rope.turned(head_dim)
     try:
-        found = _scaled(rope, head_dim)
+        found = torch.cat((_scaled(rope, turned), torch.zeros((head_dim - turned) // 2)))
     except (ValueError, ArithmeticError):  # of a logarithm or a quotient
         found = torch.tensor(torch.nan)
     if not torch.isfinite(found).all():
@@ -38,10 +39,24 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
     return found
 
 
+def row_order(rope: RopeSpec, heads: int, head_dim: int) -> torch.Tensor | None:
+    """Where only a part of a head turns: rows of queries or keys in the order in which the decoders rotate whole heads, pairs being dimensions i and i + head_dim / 2; else None.
+
+    The model pairs i and i + rotated / 2, and nothing else: with queries and keys in another order, the same in both, q.k is what it was. int64 `[heads head_dim]`.
+    """
+    if not rope.rotated:
+        return None
+    turned, still = torch.arange(rope.rotated).chunk(2), torch.arange(rope.rotated, head_dim).chunk(2)
+    head = torch.cat((turned[0], still[0], turned[1], still[1]))
+    return (torch.arange(heads)[:, None] * head_dim + head).flatten()
+
+
 def _scaled(rope: RopeSpec, head_dim: int) -> torch.Tensor:
     """llama3: Llama 3.1's piecewise scaling by wavelength. none: no angle at any position, so that the rotation leaves all as it is."""
     if rope.kind == "none":
         return torch.zeros(head_dim // 2)
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.factors) * rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     inverse = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     parameters = dict(rope.parameters)
     if rope.kind == "linear":

@@ -11,12 +11,12 @@ from torch import distributed
 from qforge import numerics
 from qforge.errors import UnsupportedError
 from qforge.models.model import Model
-from qforge.models.names import HEAD
+from qforge.models.names import HEAD, JOINT
 from qforge.runtime.decoder import supports
 from qforge.runtime.linears import Dense, Linear, Part, Product, Weight
 from qforge.runtime.loader import Reader, with_kv_scales, with_plain_sums
 from qforge.runtime.places import Place
-from qforge.runtime.shares import Share, of_inputs, of_outputs, of_spec
+from qforge.runtime.shares import Share, of_inputs, of_outputs, of_parts, of_spec
 from qforge.runtime.weights import Head, Weights
 from qforge.types import ModelSpec
 
@@ -44,6 +44,8 @@ class _SharedReader(Reader):
     def __init__(self, model: Model, spec: ModelSpec, place: Place, share: Share) -> None:
         super().__init__(model, spec, place)
         self._share = share
+        keys = share.size * spec.num_kv_heads * spec.head_dim
+        self._sizes = {"qkv_proj": (share.size * spec.num_heads * spec.head_dim, keys, keys), "gate_up_proj": (share.size * spec.intermediate_size,) * 2}
 
     def head(self) -> Head:
         """The whole embedding, and the head's share of the vocabulary where N divides it."""
@@ -59,8 +61,10 @@ class _SharedReader(Reader):
         return _summed(super()._linear(name))
 
     def _weight(self, name: str) -> Weight:
-        by_inputs = name.rpartition(".")[2] in _BY_INPUTS
-        return (of_inputs if by_inputs else of_outputs)(self._whole(name), self._share, name)
+        kind, whole = name.rpartition(".")[2], self._whole(name)
+        if kind in JOINT:
+            return of_parts(whole, self._share, self._sizes[kind])
+        return (of_inputs if kind in _BY_INPUTS else of_outputs)(whole, self._share, name)
 
 
 def _summed(linear: Linear) -> Linear:

@@ -6,10 +6,14 @@ Letters: O outputs, I inputs, N processes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
 
 from qforge.errors import UnsupportedError
-from qforge.runtime.linears import Dense, Weight
+from qforge.runtime.linears import Dense, Weight, rows
 from qforge.scheme import Per
 from qforge.types import ModelSpec
 
@@ -62,6 +66,13 @@ def of_outputs(weight: Weight, share: Share, name: str) -> Weight:
         weight, codes=weight.codes[part].contiguous(), scales=weight.scales[cut].contiguous(), zeros=None if weight.zeros is None else weight.zeros[cut].contiguous(),
         super_scales=None, bias=None if weight.bias is None else weight.bias[part],
     )  # fmt: skip
+
+
+def of_parts(weight: Weight, share: Share, sizes: Sequence[int]) -> Weight:
+    """`[O / N, I]` of a weight that holds several below each other, of so many outputs: its part of each."""
+    starts = accumulate(sizes[:-1], initial=0)
+    cuts = ((start, share.of(size)) for start, size in zip(starts, sizes, strict=True))
+    return rows(weight, torch.cat([torch.arange(start + cut.start, start + cut.stop) for start, cut in cuts]))
 
 
 def of_inputs(weight: Weight, share: Share, name: str) -> Weight:

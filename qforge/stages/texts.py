@@ -63,6 +63,7 @@ def gather_texts(recipe: Recipe, model: Model, plan: Plan, journal: Journal | No
     if recipe.evaluate is not None:
         read = documents(recipe.evaluate.text, role="evaluation", folder=recipe.folder, tokenizer=tokenizer)
         evaluation = evaluation_windows(read, tokenizer, recipe.evaluate.window, context=context)
+        _check_reach(recipe.evaluate.engine, model, evaluation)
         notes += evaluation.notes
     section = recipe.calibration
     calibrated = bool(plan.needs) or importance.wanted(recipe)
@@ -122,6 +123,13 @@ def _compared(
 def _read_back(windows: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What of a text is really read, as text."""
     return [str(t) for t in tokenizer.batch_decode(windows, skip_special_tokens=True)]
+
+
+def _check_reach(engine: str, model: Model, windows: EvaluationWindows) -> None:
+    """Before any work: the runtime may compute shorter sequences than a model's context says."""
+    longest, spec = max(map(len, windows.ids), default=0), model.spec
+    if engine != "transformers" and spec is not None and supports(spec) is None and longest > spec.max_positions:
+        raise DataError(f"evaluate.window: windows have {longest} tokens, and the built-in runtime computes {spec.max_positions}{spec.beyond}: use engine: transformers")
 
 
 def _generated(recipe: Recipe, model: Model, journal: Journal) -> Documents:

@@ -26,7 +26,7 @@ from qforge.calibration.store import Piece
 from qforge.cli.main import main
 from qforge.engines.base import chunks
 from qforge.engines.transformers_engine import TransformersEngine
-from qforge.errors import NumericalError, OutputError, QforgeError
+from qforge.errors import DataError, NumericalError, OutputError, QforgeError
 from qforge.evaluate.compare import compare
 from qforge.evaluate.sides import read
 from qforge.files import sha256_tree
@@ -83,10 +83,10 @@ def test_figures_equal_transformers_on_the_same_artifact(tmp_path: Path) -> None
     assert results.evaluation.top1_agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()), abs=2e-3)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "phi3"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "phi3", "olmo2"])
 def test_another_family_goes_through_the_same_flow(tmp_path: Path, family: str) -> None:
     tiny.make(tmp_path / "model", family)
-    evaluate = {"text": "evaluation.txt", "window": 64, "engine": "transformers" if family != "phi3" else "auto"}
+    evaluate = {"text": "evaluation.txt", "window": 64, "engine": "transformers" if family != "olmo2" else "auto"}
     results = qforge.quantize(write_recipe(tmp_path, export=[], evaluate=evaluate), out=tmp_path / "out")
     assert results.evaluation is not None
     assert results.evaluation.engine.startswith("transformers")
@@ -95,6 +95,19 @@ def test_another_family_goes_through_the_same_flow(tmp_path: Path, family: str) 
     windows = [list(range(3, 40))]
     ours = torch.cat(list(qforge_scorer(tmp_path / "out").score(windows)))
     torch.testing.assert_close(ours, logits(tmp_path / "out" / "model", windows), atol=2e-3, rtol=2e-3)
+
+
+def test_windows_that_only_transformers_computes_are_refused_before_work_starts(tmp_path: Path) -> None:
+    """LongRoPE's long factors, which the runtime has not."""
+    settings = tiny.longrope() | {"original_max_position_embeddings": 48}
+    tiny.make(tmp_path / "model", "phi3", **settings)  # type: ignore[arg-type]
+    evaluate = {"text": "evaluation.txt", "window": 64}
+    with pytest.raises(DataError, match=r"windows have 64 tokens, and the built-in runtime computes 48; for longer sequences .*\(longrope\).*use engine: transformers"):
+        qforge.quantize(write_recipe(tmp_path, export=[], evaluate=evaluate), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    results = qforge.quantize(write_recipe(tmp_path, export=[], evaluate=evaluate | {"engine": "transformers"}), out=tmp_path / "out")
+    assert results.evaluation is not None
+    assert results.evaluation.engine.startswith("transformers")
 
 
 def qforge_scorer(folder: Path) -> TransformersEngine:

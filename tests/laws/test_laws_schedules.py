@@ -23,8 +23,16 @@ from qforge.runtime.scheduler import Guess, Scheduler
 from qforge.runtime.sequence import FinishReason, SamplingParams
 from qforge.runtime.step import build_step
 
-MODELS = ["llama", "llama-odd-widths", "llama-wide-heads", "gemma3", "mistral", "qwen2", "qwen3", "gemma", "smollm3-windows", "granite", "olmo3", "exaone4", "int4-g32-asym"]
-MODELS += ["int8-channel-sym+int8-token", "shared table", "qwen3-moe-many", "experts as int8", "int4-g32-asym as int8", "shared table as bf16"]  # as: with such activations
+MODELS = ["llama", "llama-odd-widths", "llama-wide-heads", "gemma3", "mistral", "qwen2", "qwen3", "gemma", "smollm3-windows", "granite", "olmo3", "exaone4", "phi3-long"]
+MODELS += [
+    "int4-g32-asym",
+    "int8-channel-sym+int8-token",
+    "shared table",
+    "qwen3-moe-many",
+    "experts as int8",
+    "int4-g32-asym as int8",
+    "shared table as bf16",
+]  # as: with such activations
 GIVEN, NEW = prompts(9, 110, seed=5), 6  # past 64 positions, which int8 rounds together; 8 sequences or more are stored by tasks
 BLOCKS = 60
 

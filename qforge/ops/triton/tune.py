@@ -137,6 +137,7 @@ def products_of(spec: ModelSpec, schemes: Mapping[str, Scheme]) -> list[Product]
         "q_proj": (queries + 2 * keys, spec.hidden_size), "o_proj": (spec.hidden_size, queries), "gate_proj": (2 * spec.intermediate_size, spec.hidden_size),
         "down_proj": (spec.hidden_size, spec.intermediate_size),
     }  # fmt: skip
+    shapes |= {"qkv_proj": shapes["q_proj"], "gate_up_proj": shapes["gate_proj"]}
     found = (product_of(shapes[name], scheme) for module, scheme in schemes.items() if (name := module.rpartition(".")[2]) in shapes)
     return list(dict.fromkeys(p for p in found if p is not None))
 

@@ -23,7 +23,7 @@ from qforge.scheme import parse
 from qforge.types import KvScales
 
 WINDOWS = torch.randint(3, 380, (6, 40), generator=torch.Generator().manual_seed(0))
-FAMILIES = {"llama": {}, "qwen3": {}, "gemma3_text": {"sliding_window": 20}, "phi3": {}, "mixtral": {"num_local_experts": 4}}  # the runtime lists neither of the last two
+FAMILIES = {"llama": {}, "qwen3": {}, "gemma3_text": {"sliding_window": 20}, "phi3": {}, "mixtral": {"num_local_experts": 4}}
 NEAR = 1e-2  # of a scale: its 8 bits, and products in bf16 where the CPU has them
 
 

@@ -17,6 +17,7 @@ from qforge.export import exporter
 from qforge.export.agreement import seeded_prompts
 from qforge.export.gguf import GgufExporter
 from qforge.export.gguf_metadata import metadata_problem, rope_factors
+from qforge.export.gguf_types import MIXES, tensor_type
 from qforge.export.verify_gguf import verify_gguf_weights
 from qforge.models.assets import end_ids
 from qforge.models.model import open_model
@@ -30,6 +31,7 @@ FAMILIES = {
     "llama": {}, "mistral": {"sliding_window": 64}, "qwen2": {}, "qwen3": {}, "gemma3_text": {"layers": 7, "sliding_window": 32, "query_pre_attn_scalar": 16},
     "gemma": {"head_dim": 32}, "smollm3": {"layers": 5}, "granite": tiny.GRANITE, "seed_oss": {}, "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
     "olmo2": {"tied": False}, "olmo3": {"tied": False, "layers": 5, "sliding_window": 20, "rope_parameters": OLMO3_ROPES},
+    "phi3": tiny.longrope(),
 }  # fmt: skip
 FAMILIES |= {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -39,6 +41,13 @@ FAMILIES |= {
 
 def opened(tmp_path, family="llama", dtype=torch.float32, **options):
     return open_model(str(tiny.make(tmp_path / f"source-{family}", family, dtype=dtype, **{"layers": 2, "norms": True, **FAMILIES[family], **options})))
+
+
+def near(value):
+    """What fp32 makes of numbers."""
+    if isinstance(value, dict):
+        return {name: near(v) for name, v in value.items()}
+    return tuple(map(near, value)) if isinstance(value, tuple) else pytest.approx(value, rel=1e-7) if isinstance(value, float) else value
 
 
 def fields(path):
@@ -93,7 +102,7 @@ def test_a_file_reads_back_as_the_model_that_it_was_made_of(tmp_path, family):
     back = open_model(str(path))
     assert model.spec.family == back.spec.family
     for part, value in asdict(model.spec).items():
-        assert asdict(back.spec)[part] == (pytest.approx(value, rel=1e-7) if isinstance(value, float) else value), part
+        assert asdict(back.spec)[part] == near(value), part
     for name in model.weights.names():
         torch.testing.assert_close(back.weights.read(name), model.weights.read(name), rtol=0, atol=2e-7 if "norm" in name else 0)
 
@@ -231,7 +240,7 @@ def test_llama3_rotary_factors_are_transformers_own(tmp_path):
 
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, torch.device("cpu"))
     unscaled = 500000.0 ** (-np.arange(0, 64, 2) / 64)
-    np.testing.assert_allclose(unscaled / rope_factors(model.spec), scaled.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(unscaled / rope_factors(model.spec, {})["rope_freqs.weight"], scaled.numpy(), rtol=1e-5)
     (path,) = GgufExporter().write(quantized(model), tmp_path / "out")
     assert "rope_freqs.weight" in {t.name for t in gguf.GGUFReader(path).tensors}
 
@@ -329,3 +338,30 @@ def test_a_family_without_a_gguf_form_is_told_those_that_have_one(tmp_path):
     assert GgufExporter().check(source) == f"a 'gemma2' model is of a family that has no GGUF form here; the families {', '.join(GGUF_ARCHITECTURES)} have"
     source = opened(tmp_path)
     assert GgufExporter().check(replace(source, spec=None)) == "this 'llama' model has settings without a GGUF form here (of its rotary embedding, activation or attention)"
+
+
+def test_phi3_keeps_its_window_which_llama_cpp_passes_over(tmp_path):
+    """So the file's context is no longer than that; and never beyond the sequences that LongRoPE's short factors are for."""
+    for window, context in ((64, 64), (None, 256)):
+        model = opened(tmp_path / str(window), "phi3", sliding_window=window)
+        (path,) = GgufExporter("f32").write(model, tmp_path / f"out-{window}")
+        told = fields(path)
+        assert (told["phi3.attention.sliding_window"], told["phi3.context_length"]) == (window or 0, context)
+        assert (told["phi3.rope.dimension_count"], told["phi3.rope.scaling.original_context_length"]) == (12, 256)
+        assert open_model(str(path)).spec.layer_windows == model.spec.layer_windows == (window or 0,) * 2
+
+
+def test_phi3_with_heads_of_another_width_is_refused(tmp_path):
+    spec = opened(tmp_path, "phi3").spec
+    assert metadata_problem(spec) is None
+    assert "4 x 32 beside 64" in metadata_problem(replace(spec, head_dim=32))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_fused_queries_keys_and_values_have_the_type_of_values(tmp_path, mix):
+    """As llama.cpp's quantizer has it: what holds values is an `attn_v`."""
+    spec = opened(tmp_path, "phi3", layers=1).spec
+    spec = replace(spec, num_layers=17)
+    for layer in range(17):
+        fused, values = (tensor_type(MIXES[mix], f"blk.{layer}.{part}.weight", 256, spec, True) for part in ("attn_qkv", "attn_v"))
+        assert fused == values

@@ -47,6 +47,9 @@ CASES = {
     "exaone4 with windows": ("exaone4", {"layers": 64, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 32, "sliding_window": 20}),
     "olmo2": ("olmo2", {"tied": False}),
     "olmo3": ("olmo3", {"tied": False, "layers": 5, "sliding_window": 20, "rope_parameters": OLMO3_ROPES}),
+    "phi3": ("phi3", {"sliding_window": 64}),
+    "phi3 untied": ("phi3", {"tied": False, "kv_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "phi3 longrope": ("phi3", tiny.longrope()),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3 moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True}),
 }
@@ -74,7 +77,9 @@ def test_the_f32_twin_agrees(tmp_path, case):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma", "smollm3", "granite", "seed oss", "exaone4", "olmo2", "olmo3", "mixtral", "qwen3 moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma", "smollm3", "granite", "phi3 longrope", "seed oss", "exaone4", "olmo2", "olmo3", "mixtral", "qwen3 moe"]
+)
 def test_every_family_passes_the_rows_of_a_real_model(tmp_path, family, tied):
     """The weights that llama.cpp's C code makes of the integers are ours, and what it computes of the same weights in fp32 is what transformers computes."""
     name, options = CASES[family]
@@ -98,7 +103,7 @@ def test_every_family_passes_the_rows_of_a_real_model(tmp_path, family, tied):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "phi3", "mixtral"])
 def test_every_family_passes_the_rows_of_zero_points_and_mixes(tmp_path, family, tied):
     """256 wide, so that K-quants are what the mixes say; llama.cpp over the same weights in F32 is exact, over the blocks it rounds activations to 8 bits."""
     name, options = CASES[family]

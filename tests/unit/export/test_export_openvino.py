@@ -22,7 +22,7 @@ from qforge.models.model import open_model
 installed = pytest.mark.skipif(openvino_runtime.missing() is not None, reason="openvino is not installed")
 FAMILIES = {
     "llama": {}, "qwen2": {"tied": False, "dtype": torch.bfloat16}, "gemma3_text": {"layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 16, "dtype": torch.float16},
-    "granite": tiny.GRANITE,
+    "granite": tiny.GRANITE, "phi3": {"hidden": 128, "sliding_window": 20, **tiny.longrope(16, 32)},
 }  # fmt: skip
 
 

@@ -29,11 +29,22 @@ from qforge.models.gguf_config import gguf_config
 from qforge.models.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from qforge.models.locate import model_folder
 from qforge.models.model import open_model
+from qforge.models.spec import model_spec
 from qforge.models.tying import shared_table
 from qforge.stages.exported import foreign
 from qforge.types import ExpertsSpec
 
-BLOCKS = {"attn_q": "Q4_0", "attn_k": "Q8_0", "attn_v": "Q5_0", "attn_output": "Q4_1", "ffn_gate": "Q5_1", "ffn_up": "F16", "ffn_down": "BF16", "token_embd": "Q8_0"}
+BLOCKS = {
+    "attn_q": "Q4_0",
+    "attn_k": "Q8_0",
+    "attn_v": "Q5_0",
+    "attn_qkv": "Q5_0",
+    "attn_output": "Q4_1",
+    "ffn_gate": "Q5_1",
+    "ffn_up": "F16",
+    "ffn_down": "BF16",
+    "token_embd": "Q8_0",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +130,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     more = {
         "smollm3": {"layers": 5}, "granite": {"layers": 2, **scales}, "seed_oss": {"layers": 2}, "olmo2": {"layers": 2, "tied": False},
         "exaone4": {"layers": 2, "sliding_window": None, "layer_types": ["full_attention"] * 2},
-        "olmo3": {"layers": 5, "sliding_window": 32, "tied": False},
+        "olmo3": {"layers": 5, "sliding_window": 32, "tied": False}, "phi3": {"layers": 2},
     }  # fmt: skip
     return plain | {f: tiny.make(root / f, f, seed=4, norms=True, **options) for f, options in more.items()}
 
@@ -197,7 +208,7 @@ def test_a_head_that_is_the_embedding_is_quantized_as_that_is(bases: dict[str, P
         assert torch.equal(numerics.dequantize(model.linear("lm_head")).half(), stored)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "gemma", "smollm3", "granite", "seed_oss", "exaone4", "olmo2", "olmo3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "gemma", "smollm3", "granite", "phi3", "seed_oss", "exaone4", "olmo2", "olmo3"])
 def test_an_f32_file_computes_what_its_model_computes(bases: dict[str, Path], tmp_path: Path, family: str) -> None:
     write(tmp_path / "m.gguf", bases[family], only_f32=True)
     model = open_model("m.gguf", folder=tmp_path)
@@ -222,6 +233,70 @@ def test_an_f32_file_computes_what_its_model_computes(bases: dict[str, Path], tm
     assert model.tokenizer().encode(text) == AutoTokenizer.from_pretrained(bases[family]).encode(text)
     assert model.tokenizer().get_vocab() == AutoTokenizer.from_pretrained(bases[family]).get_vocab()
     assert model.tokenizer().chat_template == AutoTokenizer.from_pretrained(bases[family]).chat_template
+
+
+def phi3_file(bases: dict[str, Path], path: Path, *, rotated: int = 12, missing: str = "") -> GgufHeader:
+    """As llama.cpp's converter writes Phi 4 mini, sizes aside: the context whole, the original one beside it, the amplitude as a number."""
+
+    def extra(w: gguf.GGUFWriter) -> None:
+        w.add_rope_dimension_count(rotated)
+        w.add_rope_scaling_orig_ctx_len(128)
+        w.add_rope_scaling_attn_factors(1.19)
+        w.add_sliding_window(200)
+        for name, factor in (("long", 3.0), ("short", 1.5)):
+            if name != missing:
+                w.add_tensor(f"rope_factors_{name}.weight", np.linspace(1, factor, 6, dtype=np.float32))
+
+    return read_gguf_header(write(path, bases["phi3"], extra=extra, only_f32=True))
+
+
+def test_phi3s_factors_and_widths_are_read(bases: dict[str, Path], tmp_path: Path) -> None:
+    phi3_file(bases, tmp_path / "m.gguf")
+    model, source = open_model("m.gguf", folder=tmp_path), open_model(str(bases["phi3"]))
+    assert model.spec is not None
+    rope = model.spec.layer_ropes[0]
+    assert (rope.kind, rope.rotated, rope.theta) == ("longrope", 12, 12345.0)
+    assert rope.amplitude == pytest.approx(1.19)
+    np.testing.assert_allclose(rope.factors, np.linspace(1, 1.5, 6), rtol=1e-6)
+    np.testing.assert_allclose(model.config.rope_parameters["long_factor"], np.linspace(1, 3, 6), rtol=1e-6)
+    assert (model.config.max_position_embeddings, model.config.original_max_position_embeddings, model.spec.max_positions) == (256, 128, 128)
+    assert model.spec.layer_windows == (200, 200)
+    assert set(model.weights.names()) == set(source.weights.names())
+    assert all(torch.equal(model.weights.read(name), source.weights.read(name)) for name in source.weights.names())
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"rope.scaling.factor": 2.0}, "divided by rope_factors_long.weight and something else"),
+        ({"rope.scaling.attn_factor": -1.0}, "-1.0 for phi3.rope.scaling.attn_factor"),
+        ({"rope.scaling.original_context_length": 1}, "where a number of tokens is needed"),
+        ({"rope.scaling.original_context_length": "x"}, "for phi3.rope.scaling.original_context_length"),
+        ({"rope.dimension_count": 18}, "make no valid 'phi3' config"),
+        ({"rope.dimension_count": 10}, "make no valid 'phi3' config"),
+        ({"attention.sliding_window": -3}, "-3 for phi3.attention.sliding_window"),
+    ],
+)
+def test_phi3_files_that_say_something_else_are_refused(bases: dict[str, Path], tmp_path: Path, said: dict[str, Any], message: str) -> None:
+    header = phi3_file(bases, tmp_path / "m.gguf")
+    header.metadata.update({f"phi3.{key}": value for key, value in said.items()})
+    with pytest.raises(ModelError, match=message):
+        model_spec(gguf_config(header))
+
+
+def test_factors_of_rope_are_whole_and_phi3s_own(bases: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"something else than rope_factors_long\.weight and rope_factors_short\.weight"):
+        gguf_config(phi3_file(bases, tmp_path / "m.gguf", missing="short"))
+    write(tmp_path / "n.gguf", bases["llama"], extra=lambda w: w.add_tensor("rope_factors_short.weight", np.ones(8, dtype=np.float32)))
+    with pytest.raises(ModelError, match="rope_factors_short"):
+        open_model("n.gguf", folder=tmp_path)
+    write(tmp_path / "p.gguf", bases["phi3"], extra=lambda w: w.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float32)))
+    with pytest.raises(ModelError, match="rope_freqs"):
+        open_model("p.gguf", folder=tmp_path)
+    header = read_gguf_header(write(tmp_path / "o.gguf", bases["phi3"]))
+    header.metadata["phi3.rope.scaling.attn_factor"] = 1.19
+    with pytest.raises(ModelError, match="attn_factor, which is available with yarn"):
+        gguf_config(header)
 
 
 def test_multipliers_that_a_granite_file_leaves_out_are_those_of_llama_cpp(bases: dict[str, Path], tmp_path: Path) -> None:

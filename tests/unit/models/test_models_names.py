@@ -50,3 +50,10 @@ def test_what_is_permuted_and_offset() -> None:
 def test_an_unknown_family_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"'mamba'.*known are llama"):
         names.gguf_names(MambaConfig())
+
+
+def test_fused_linears_have_names_of_their_own() -> None:
+    assert names.attention_inputs("phi3") == ("self_attn.qkv_proj",)
+    assert names.mlps("phi3", None) == [(("mlp.gate_up_proj",), "mlp.down_proj")]
+    assert names.attention_inputs("llama") == ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    assert names.mlps("llama", None) == [(("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj")]

@@ -125,7 +125,10 @@ def test_granites_multipliers_are_nobody_elses() -> None:
     ("family", "options"),
     [
         ("gpt_neox", {}),
-        ("phi3", {"pad_token_id": 0}),
+        ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4}}),  # 3 dimensions
+        ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.0}}),
+        ("phi3", {"hidden_act": "relu"}),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}}),
         ("llama", {"hidden_act": "relu"}),
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
@@ -189,3 +192,78 @@ def test_what_leaves_the_range_of_fp32_is_no_model_of_the_runtime() -> None:
     for scale in (1e-200, 1e-20, 1e24):
         assert "residual multiplier" in str(supports(model_spec(config("granite", residual_multiplier=scale))))
     assert supports(model_spec(config("granite", residual_multiplier=0.22))) is None
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.5, 2.5], "long_factor": [2.0, 3.0, 5.0], "partial_rotary_factor": 0.75}
+
+
+def phi3(rope: dict[str, Any], original: int = 128, **options: Any) -> PretrainedConfig:
+    return config("phi3", original_max_position_embeddings=original, rope_parameters=rope, **options)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"attention_factor": 1.3}, {"factor": 4.0}, {"factor": 1.0}, {"partial_rotary_factor": 1.0, "short_factor": [1.0, 2, 3, 4], "long_factor": [1] * 4}]
+)
+def test_longrope_is_that_of_transformers_with_short_factors(given: dict[str, Any]) -> None:
+    made = phi3({**LONG, **given}, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    spec = model_spec(made)
+    assert spec is not None
+    rope = spec.layer_ropes[0]
+    theirs, amplitude = ROPE_INIT_FUNCTIONS["longrope"](made, "cpu")
+    found = inverse_frequencies(rope, 8)
+    assert torch.equal(found[: len(theirs)], theirs)
+    assert not found[len(theirs) :].any()
+    assert len(found) == 4
+    assert rope.amplitude == pytest.approx(amplitude)
+    assert (spec.max_positions, spec.attention_bias, spec.layer_windows) == (128, False, (0,) * 6)
+
+
+def test_older_names_of_longrope() -> None:
+    for kind, more in (("su", {"original_max_position_embeddings": 128}), ("yarn", {})):
+        spec = model_spec(phi3({**LONG, "rope_type": kind, **more}))
+        assert spec == model_spec(phi3(LONG))
+        assert spec is not None
+        assert spec.layer_ropes[0].kind == "longrope"
+
+
+def test_phi3_has_a_window_in_all_layers_or_none_and_no_biases() -> None:
+    windows, plain = model_spec(config("phi3", sliding_window=2047, attention_bias=True)), model_spec(config("phi3", partial_rotary_factor=0.5))
+    assert windows is not None
+    assert plain is not None
+    assert (windows.layer_windows, windows.attention_bias, windows.output_bias, windows.max_positions) == ((2047,) * 6, False, False, 1024)
+    assert (plain.layer_windows, plain.layer_ropes[0].rotated, plain.layer_ropes[0].kind) == ((0,) * 6, 4, "default")
+    with pytest.raises(ModelError, match="sliding_window is 0"):
+        model_spec(config("phi3", sliding_window=0))
+
+
+@pytest.mark.parametrize("name", ["short_factor", "long_factor"])
+@pytest.mark.parametrize(
+    "value", [None, 3, "abc", [1.0, 2.0], [1.0] * 4, [1.0, "x", 2.0], [1.0, float("nan"), 2.0], [1.0, float("inf"), 2.0], [1.0, 0.0, 2.0], [1, -1, 2]], ids=str
+)
+def test_factors_that_are_not_as_many_positive_numbers_are_one_message(name: str, value: Any) -> None:
+    made = phi3(LONG)
+    made.rope_parameters[name] = value
+    with pytest.raises(ModelError, match=rf"for {name}, where a list of 3 positive numbers is needed"):
+        model_spec(made)
+
+
+@pytest.mark.parametrize(("name", "value"), [("attention_factor", "abc"), ("factor", {}), ("partial_rotary_factor", "x"), ("rope_theta", [])])
+def test_longropes_parameters_that_are_no_numbers_are_one_message(name: str, value: Any) -> None:
+    made = phi3(LONG)
+    made.rope_parameters[name] = value
+    with pytest.raises(ModelError, match=f"for {name}, where a number is needed"):
+        model_spec(made)
+
+
+@pytest.mark.parametrize("value", [1, 0, -5])
+def test_an_original_context_without_a_logarithm_is_refused(value: int) -> None:
+    made = phi3(LONG)
+    made.original_max_position_embeddings = value
+    with pytest.raises(ModelError, match="where a number of tokens is needed"):
+        model_spec(made)
+
+
+def test_an_odd_head_is_named() -> None:
+    made = config("llama")
+    made.head_dim = 7
+    assert supports(model_spec(made)) == "its head size 7 is odd"

@@ -97,6 +97,8 @@ def test_products_are_those_that_the_runtime_runs() -> None:
     schemes["model.layers.1.mlp.down_proj"] = parse("nf4-g64")
     spoken = [(p.outputs, p.inputs) for p in products_of(spec, schemes)] if product_of((64, 128), parse("int4-g128-asym")) else None
     assert spoken in (None, [(768, 512), (512, 512), (2048, 512), (512, 1024)])
+    fused = {f"model.layers.0.{n}": parse("int4-g128-asym") for n in ("self_attn.qkv_proj", "mlp.gate_up_proj")}
+    assert spoken is None or [(p.outputs, p.inputs) for p in products_of(spec, fused)] == [(768, 512), (2048, 512)]
 
 
 def test_every_product_and_row_count_is_tuned_from_the_shipped_tile(monkeypatch: pytest.MonkeyPatch) -> None:

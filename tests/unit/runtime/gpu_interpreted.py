@@ -17,7 +17,7 @@ import torch
 from replayed import replaying
 from runtime_models import model, prompts, quantized
 from shared_models import Exchange, together
-from tiny import GRANITE
+from tiny import GRANITE, longrope
 from tolerances import GPU_LOGITS
 
 from qforge.errors import ModelError
@@ -45,6 +45,7 @@ runtime_models.FAMILIES |= {
     "small smollm3": ("smollm3", {"layers": 2, "no_rope_layers": [1, 0]}),
     "small granite": ("granite", {"layers": 2, **GRANITE}),
     "small olmo3": ("olmo3", {"layers": 2, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}),
+    "small phi3": ("phi3", {"layers": 1, **longrope()}),
     "small qwen2": ("qwen2", {"layers": 1, "tied": False}),
 }
 
@@ -78,6 +79,7 @@ def apart(of: Model, stored: torch.dtype = torch.float16, tokens: int = 30, kv_c
         ("small smollm3", lambda n: None, "dense-float16"),
         ("small granite", lambda n: None, "dense-float16"),
         ("small olmo3", lambda n: None, "dense-float16"),
+        ("small phi3", lambda n: "int4-g32-asym", "triton-w4a16"),
     ],
 )
 def test_logits_are_those_of_the_reference(name: str, scheme: Callable[[str], str | None], kernel: str) -> None:

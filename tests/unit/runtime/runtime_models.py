@@ -75,6 +75,11 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "exaone4": ("exaone4", {"layers": 4, "sliding_window": 20, "sliding_window_pattern": 2}),
     "exaone4-no-window": ("exaone4", {"layers": 2, "sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "seed-oss": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    "phi3": ("phi3", {"tied": False}),
+    "phi3-part": ("phi3", {"kv_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}}),
+    "phi3-long": ("phi3", tiny.longrope()),  # of a part, and with an amplitude
+    "phi3-long-whole": ("phi3", tiny.longrope(16)),
+    "phi3-windows": ("phi3", {"sliding_window": 20}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20, "seed": 1}),  # with seed 0 a token's second and third expert are 2e-7 apart
     "qwen3-moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3-moe-many": (  # so many that each is computed by one thread

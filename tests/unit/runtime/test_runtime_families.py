@@ -12,9 +12,11 @@ from runtime_models import FAMILIES, Quantized, folder, greedy, model, prompts, 
 from safetensors.torch import load_file, save_file
 from tolerances import LOGITS
 
+from qforge import numerics
 from qforge.engines.transformers_engine import TransformersEngine
 from qforge.errors import DataError, ModelError, UnsupportedError
 from qforge.ops.native_module import context
+from qforge.qlinear import QuantizedLinear
 from qforge.runtime import LLM, SamplingParams, running
 from qforge.runtime.decoder import Decoder
 from qforge.runtime.loader import read
@@ -54,6 +56,8 @@ def test_logits_of_windows_equal_those_of_transformers(name: str) -> None:
         ("qwen3-moe", "int4-g8-sym"),
         ("qwen3-moe-many", "int4-g16-sym"),
         ("mixtral", "int4-g32-sym"),
+        *(("phi3-long", s) for s in ("int4-g16-asym", "int8-tensor-sym", "fp8-e4m3-block16", "nf4-g16")),
+        ("phi3", "int4-g32-asym"),
     ],
 )
 def test_a_quantized_model_equals_transformers_on_the_same_weights(name: str, scheme: str) -> None:
@@ -64,7 +68,7 @@ def test_a_quantized_model_equals_transformers_on_the_same_weights(name: str, sc
 
 
 @pytest.mark.parametrize("scheme", ["int4-g32-sym", "int4-g16-asym", "int8-channel-sym"])
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe-shares"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe-shares", "phi3-long"])
 def test_rounded_activations_stay_near_the_same_weights(name: str, scheme: str) -> None:
     ours, theirs = quantized(name, lambda n: scheme)
     window = prompts(1, 60, seed=6)[0] * 3
@@ -110,7 +114,7 @@ def test_products_that_no_native_kernel_runs_whole_are_run_within_the_native_ste
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16", "int8", "fp8"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3-long"])
 def test_a_smaller_cache_changes_logits_little(name: str, kind: str) -> None:
     window = prompts(1, 2, seed=3)[0] * 150
     exact, stored = (torch.cat(list(LLM(model(name), kv_cache=k).score([window]))) for k in ("fp32", kind))
@@ -258,12 +262,53 @@ def test_a_step_is_said_to_read_the_experts_of_one_token() -> None:
     assert runner.weight_bytes() == Decoder(read(model("mixtral")), num_blocks=2, block_size=16).weight_bytes()
 
 
-@pytest.mark.parametrize("name", ["llama-yarn", "qwen3-yarn-whole", "gemma3-yarn"])
+@pytest.mark.parametrize("name", ["llama-yarn", "qwen3-yarn-whole", "gemma3-yarn", "phi3-long", "phi3-long-whole"])
 def test_scales_of_keys_are_those_of_keys_that_yarn_has_multiplied(name: str) -> None:
-    """As a checkpoint says them, and transformers' cache rounds: of rotated keys times YaRN's factor, which the runtime multiplies scores by instead."""
+    """As a checkpoint says them, and transformers' cache rounds: of rotated keys times the factor of YaRN or LongRoPE, which the runtime multiplies scores by instead."""
     window = [i * 37 % 380 + 3 for i in range(120)]
     said = replace(model(name), kv_scales={f"model.layers.{i}.self_attn": (0.011, 0.02) for i in range(3)})
     ours, theirs = (torch.cat(list(scorer.score([window]))) for scorer in (LLM(said), TransformersEngine(said)))
     assert (ours - theirs).norm() < 1e-2 * theirs.norm()  # a code may fall the other way
     exact = torch.cat(list(LLM(model(name)).score([window])))
     assert (ours - exact).norm() > 5 * (ours - theirs).norm()
+
+
+def test_inputs_in_the_order_of_their_activations_stay_so_where_rows_change_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that are not neighbours, zero points, and rows in the decoders' order: 4 bits against the same weights in fp32."""
+    plain = Quantized.linear
+
+    def ordered(self: Quantized, name: str) -> QuantizedLinear:
+        weight, scheme = self.weights.read(f"{name}.weight"), self.schemes[name]
+        order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(len(name))).argsort()
+        index = (order // scheme.granularity.columns).to(torch.int32)
+        by_group = weight[:, index.long().argsort(stable=True)]
+        return numerics.quantize(weight, scheme, *numerics.minmax_parameters(by_group, scheme), group_index=index)
+
+    monkeypatch.setattr(Quantized, "linear", ordered)
+    ours, theirs = quantized("phi3-long", lambda n: "int4-g16-asym")
+    window = prompts(1, 60, seed=6)[0] * 3
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([window])).logits[0, :-1]
+    assert (torch.cat(list(LLM(ours).score([window]))) - wanted).abs().max() < LOGITS
+    monkeypatch.setattr(Quantized, "linear", plain)
+    other, _ = quantized("phi3-long", lambda n: "int4-g16-asym")
+    assert (torch.cat(list(LLM(other).score([window]))) - wanted).abs().max() > 100 * LOGITS
+
+
+def test_sequences_beyond_the_short_factors_are_for_transformers() -> None:
+    """At the last position of the short form the logits are transformers'; one more token, and all of transformers' are others."""
+    llm, theirs = LLM(model("phi3-long")), transformers_model("phi3-long")
+    window = [i * 37 % 380 + 3 for i in range(257)]
+    ours = torch.cat(list(llm.score([window[:256]])))
+    with torch.no_grad():
+        short, long = (theirs(torch.tensor([window[:n]])).logits[0, :255] for n in (256, 257))
+    assert (ours - short).abs().max() < LOGITS
+    assert (ours - long).abs().max() > 1000 * LOGITS
+    with pytest.raises(
+        DataError, match=r"longer than the model's context of 256; use a smaller window; for longer sequences it has other rotary factors \(longrope\), with which transformers"
+    ):
+        list(llm.score([window]))
+    with pytest.raises(DataError, match=r"255 tokens or fewer; for longer sequences it has other rotary factors \(longrope\)"):
+        llm.generate([window[:256]], SamplingParams(max_tokens=1))
+    assert "longrope" not in model("llama").spec.beyond  # type: ignore[union-attr]
+    assert len(llm.generate([window[:250]], SamplingParams(max_tokens=20, ignore_eos=True))[0].token_ids) == 6

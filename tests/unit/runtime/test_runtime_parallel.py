@@ -21,7 +21,7 @@ from qforge.models.model import open_model
 from qforge.qlinear import QuantizedLinear
 from qforge.runtime import LLM, SamplingParams, parallel, shared_loader
 from qforge.runtime.decoder import Decoder
-from qforge.runtime.linears import Dense
+from qforge.runtime.linears import Dense, rows
 from qforge.runtime.loader import read
 from qforge.runtime.new_process import start_to_first_token
 from qforge.runtime.parallel import Followers, Job, SharedRunner, check_size
@@ -30,7 +30,7 @@ from qforge.runtime.running import How, Limits
 from qforge.runtime.scheduler import Piece
 from qforge.runtime.sequence import Sequence
 from qforge.runtime.shared_loader import read_share
-from qforge.runtime.shares import Share, of_inputs, of_outputs, of_spec
+from qforge.runtime.shares import Share, of_inputs, of_outputs, of_parts, of_spec
 from qforge.runtime.step import build_step
 from qforge.scheme import parse
 
@@ -60,6 +60,23 @@ def test_shares_make_the_whole(text: str, size: int, seed: int) -> None:
     total = sum(numerics.linear(x[:, s.of(q.in_features)], _q(of_inputs(q, s, "w"))) for s in shares)
     assert (side - whole).norm() < 1e-5 * whole.norm()
     assert (total - whole).norm() < 1e-5 * whole.norm()
+
+
+@pytest.mark.parametrize("text", SCHEMES)
+def test_parts_of_several_weights_in_one_make_the_whole(text: str) -> None:
+    """And any rows in any order are those rows: codes, scales, zero points and bias alike."""
+    q = weight(text, (64, 1024 if "g256" in text else 256))
+    sizes, index = (32, 16, 16), torch.randperm(64)
+    first, second = (numerics.dequantize(_q(of_parts(q, Share(r, 2), sizes))) for r in range(2))
+    whole = numerics.dequantize(q)
+    assert torch.equal(torch.cat([torch.cat([a, b]) for a, b in zip(first.split((16, 8, 8)), second.split((16, 8, 8)), strict=True)]), whole)
+    moved = _q(rows(q, index))
+    assert torch.equal(numerics.dequantize(moved), whole[index])
+    assert q.bias is not None
+    assert moved.bias is not None
+    assert torch.equal(moved.bias, q.bias[index])
+    x = torch.randn(3, q.in_features)
+    assert (numerics.linear(x, moved) - numerics.linear(x, q)[:, index]).abs().max() < 1e-4
 
 
 def _q(w: object) -> QuantizedLinear:
@@ -105,7 +122,7 @@ def test_what_cannot_be_shared_is_refused() -> None:
             check_size(size, device)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen3", "gemma3", "llama-untied-rope3", "granite"])
+@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen3", "gemma3", "llama-untied-rope3", "granite", "phi3", "phi3-long"])
 @pytest.mark.parametrize("scheme", ["int4-g32-asym", None])
 def test_two_shares_compute_what_one_model_does(name: str, scheme: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_loader, "distributed", Exchange())

@@ -36,4 +36,4 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
 
 def test_whether_the_runtime_runs_a_model_is_known_without_weights(tmp_path: Path) -> None:
     assert supports(open_model(str(tiny.make(tmp_path / "a"))).spec) is None
-    assert "does not list" in str(supports(open_model(str(tiny.make(tmp_path / "b", "olmo2"))).spec))
+    assert "does not list" in str(supports(open_model(str(tiny.make(tmp_path / "b", "stablelm"))).spec))

@@ -270,7 +270,7 @@ def test_unknown_activations_are_refused_by_name() -> None:
 
 def test_a_family_that_is_not_listed_is_refused_with_the_list(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"lists llama, mistral, qwen2, qwen3, gemma3_text.*transformers"):
-        LLM(str(tiny.make(tmp_path / "m", "olmo2")))
+        LLM(str(tiny.make(tmp_path / "m", "stablelm")))
 
 
 def test_windows_longer_than_the_context_are_refused(llm: LLM) -> None:

@@ -153,7 +153,7 @@ def test_a_variant_of_a_sweep_goes_without_an_option_of_other_methods(tmp_path: 
 
 
 def test_a_runtime_that_does_not_run_the_model_is_refused_before_work(tmp_path: Path) -> None:
-    tiny.make(tmp_path / "model", "olmo2")
+    tiny.make(tmp_path / "model", "stablelm")
     path = recipe(tmp_path, evaluate={"engine": "runtime"})
     for run in (pipeline.plan, pipeline.quantize):
         with pytest.raises(UnsupportedError, match=r"evaluate\.engine: runtime, but the built-in runtime does not list this family.*; use engine: auto or transformers"):

@@ -24,6 +24,7 @@ class RopeSpec:
     Attributes:
         factors: what each frequency is divided by under LongRoPE (arXiv 2402.13753), in sequences up to the original context.
         rotated: how many of a head's dimensions turn, its first ones; 0: all.
+        interleaved: whether dimensions 2 i and 2 i + 1 turn together (GLM); else those that are half of the turned ones apart.
     """
 
     theta: float
@@ -31,6 +32,7 @@ class RopeSpec:
     parameters: tuple[tuple[str, float], ...] = ()
     factors: tuple[float, ...] = ()
     rotated: int = 0
+    interleaved: bool = False
 
     def turned(self, head_dim: int) -> int:
         """How many dimensions of such a head turn."""

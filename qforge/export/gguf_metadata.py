@@ -29,7 +29,7 @@ def metadata_problem(spec: ModelSpec) -> str | None:
     """What of a model llama.cpp cannot be told, or would refuse as it loads the file; None if it computes what the model means."""
     own = {
         "gemma3_text": _gemma3_problem, "smollm3": _smollm3_problem, "seed_oss": _seed_oss_problem, "olmo2": _olmo_problem, "olmo3": _olmo_problem, "exaone4": _exaone4_problem,
-        "phi3": _phi3_problem,
+        "phi3": _wide_heads_problem, "glm4": _wide_heads_problem, "ernie4_5": _ernie_problem,
     }.get(spec.family)  # fmt: skip
     return _family_problem(spec) or _rope_problem(spec) or _experts_problem(spec) or (None if own is None else own(spec))
 
@@ -94,8 +94,8 @@ def _seed_oss_problem(spec: ModelSpec) -> str | None:
 def _olmo_problem(spec: ModelSpec) -> str | None:
     if spec.tied_head:
         return "llama.cpp's OLMo has an output head of its own, and this model's is the embedding (tie_word_embeddings)"
-    if spec.num_heads * spec.head_dim != spec.hidden_size:
-        return f"llama.cpp's OLMo has heads of hidden_size / heads, and this model's have {spec.head_dim}"
+    if wide := _wide_heads_problem(spec):
+        return wide
     if spec.family == "olmo3" and not _every_fourth_sees_all(spec):
         return f"llama.cpp's OLMo 3 attends to everything in every {_WINDOW_PATTERN}th layer, and this model in others"
     local = {r for r, window in zip(spec.layer_ropes, spec.layer_windows, strict=True) if window}
@@ -116,9 +116,13 @@ def _every_fourth_sees_all(spec: ModelSpec) -> bool:
     return len(set(spec.layer_windows)) <= 2 and [w == 0 for w in spec.layer_windows] == [(i + 1) % _WINDOW_PATTERN == 0 for i in range(spec.num_layers)]
 
 
-def _phi3_problem(spec: ModelSpec) -> str | None:
+def _ernie_problem(spec: ModelSpec) -> str | None:
+    return "llama.cpp's ERNIE 4.5 adds no bias behind attention or in its MLP, and this model does (use_bias)" if spec.mlp_bias else None
+
+
+def _wide_heads_problem(spec: ModelSpec) -> str | None:
     if spec.num_heads * spec.head_dim != spec.hidden_size:
-        return f"llama.cpp's Phi 3 has heads that are together as wide as the model, and this one's are {spec.num_heads} x {spec.head_dim} beside {spec.hidden_size}"
+        return f"llama.cpp's {spec.family} has heads that are together as wide as the model, and this one's are {spec.num_heads} x {spec.head_dim} beside {spec.hidden_size}"
     return None
 
 

@@ -46,7 +46,8 @@ class ContribParts:
         return self._graph.op(
             "GroupQueryAttention", q, k, v, *cache, self._last, self._total, cosines, sines, name=f"{name}/GroupQueryAttention", domain=CONTRIB,
             out=(f"{name}/GroupQueryAttention", *(PRESENT % (layer, part) for part in ("key", "value"))), num_heads=spec.num_heads, kv_num_heads=spec.num_kv_heads,
-            scale=scale, local_window_size=spec.layer_windows[layer] or -1, do_rotary=1, rotary_interleaved=0,
+            scale=scale, local_window_size=spec.layer_windows[layer] or -1, do_rotary=1,
+            rotary_interleaved=int(spec.layer_ropes[layer].interleaved),
         )  # fmt: skip
 
     def _heads_norm(self, x: str, heads: int, layer: int, part: str, name: str) -> str:

@@ -9,7 +9,7 @@ from qforge.models.assets import end_ids, generation_config
 from qforge.models.model import Model
 from qforge.types import ModelSpec
 
-_UNKNOWN = ("olmo2", "olmo3", "exaone4", "seed_oss")  # to onnxruntime-genai, which takes any decoder by that name
+_UNKNOWN = ("olmo2", "olmo3", "exaone4", "seed_oss", "glm4")  # to onnxruntime-genai, which takes any decoder by that name
 
 
 def genai_config(model: Model, spec: ModelSpec, *, positions: bool) -> dict[str, Any]:

@@ -89,15 +89,25 @@ class StandardParts:
         x = g.op("Reshape", x, shape, name=f"{at}/Reshape") if spec.whole_qk_norm else x
         x = g.op("Transpose", x, name=f"{at}/Transpose", perm=[0, 2, 1, 3])
         cos, sin = self._rotation(spec.layer_ropes[layer], amplitudes(spec, layer)[1])
-        half = spec.layer_ropes[layer].turned(spec.head_dim) // 2
-        still = (f"{at}/Split/still",) if 2 * half < spec.head_dim else ()
-        halves = (f"{at}/Split/first", f"{at}/Split/second")
-        sizes = g.ints(half, half, *(spec.head_dim - 2 * half for _ in still))
-        g.op("Split", x, sizes, name=f"{at}/Split", out=(*halves, *still), axis=-1)
+        *halves, still = self._turning(x, spec.layer_ropes[layer], f"{at}/Split")
         products = [g.op("Mul", halves[i], (cos, sin)[j], name=f"{at}/Rotate/{i}{j}") for i, j in ((0, 0), (1, 1), (1, 0), (0, 1))]
         first = g.op("Sub", *products[:2], name=f"{at}/Rotate/first")
         second = g.op("Add", *products[2:], name=f"{at}/Rotate/second")
         return g.op("Concat", first, second, *still, name=f"{at}/Rotate", axis=-1)
+
+    def _turning(self, x: str, rope: RopeSpec, at: str) -> tuple[str, str, tuple[str, ...]]:
+        """Of heads `[B, heads, S, D]`: one and the other dimension of all pairs that turn, and the dimensions that do not, if there are any. Neighbours stay apart afterwards, in
+        queries as in keys."""
+        g, size = self._graph, self._spec.head_dim
+        turned = rope.turned(size)
+        still = (f"{at}/still",) if turned < size else ()
+        if not rope.interleaved:
+            first, second = f"{at}/first", f"{at}/second"
+            g.op("Split", x, g.ints(turned // 2, turned // 2, *(size - turned for _ in still)), name=at, out=(first, second, *still), axis=-1)
+            return first, second, still
+        axis, step = g.ints(3), g.ints(2)
+        first, second = (g.op("Slice", x, g.ints(i), g.ints(turned), axis, step, name=f"{at}/{part}") for i, part in enumerate(("first", "second")))
+        return first, second, tuple(g.op("Slice", x, g.ints(turned), g.ints(size), axis, name=name) for name in still)
 
     def _rotation(self, rope: RopeSpec, amplitude: float) -> tuple[str, str]:
         """Cosines and sines `[B, 1, S, D / 2]` of the new positions, of as many dimensions as are rotated, times their amplitude, once for each kind of rotation."""

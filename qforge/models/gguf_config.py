@@ -20,17 +20,18 @@ from qforge.models.names import ROPE_FACTORS
 
 FAMILIES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma": "gemma", "gemma3": "gemma3_text", "smollm3": "smollm3", "granite": "granite",
-    "olmo2": "olmo2", "exaone4": "exaone4", "seed_oss": "seed_oss", "phi3": "phi3",
+    "olmo2": "olmo2", "exaone4": "exaone4", "seed_oss": "seed_oss", "phi3": "phi3", "glm4": "glm4", "ernie4_5": "ernie4_5",
 }  # fmt: skip
 _MIXTURES = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # the families of architectures that may have experts
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma": "GemmaForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "smollm3": "SmolLM3ForCausalLM", "granite": "GraniteForCausalLM", "phi3": "Phi3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM", "exaone4": "Exaone4ForCausalLM", "seed_oss": "SeedOssForCausalLM",
+    "glm4": "Glm4ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM",
 }  # fmt: skip
 _MLP_BIAS = ("llama", "granite")
 _FIXED_BIAS = ("qwen2", "phi3")  # q, k and v of the one always have a bias, the other's never
-_PARTIAL = ("phi3",)
+_PARTIAL = ("phi3", "glm4")
 _GEMMA3_PERIOD = 6  # every sixth layer attends to everything (Gemma 3 report, section 2)
 _PERIOD = 4  # of OLMo 3 and EXAONE 4
 _EXAONE4_LAYERS = 64  # of the one size that has windows, as llama.cpp tells it
@@ -61,6 +62,10 @@ def gguf_config(header: GgufHeader) -> PretrainedConfig:
         values |= _phi3(header, get, values)
     else:
         values["rope_parameters"] = _rope(header, get, values["head_dim"])
+    if family == "glm4":
+        values["rope_parameters"]["partial_rotary_factor"] = _rotated_share(get, values["head_dim"])
+    if family == "ernie4_5":
+        values["use_bias"] = "blk.0.ffn_up.bias" in header.tensors
     if family in ("olmo3", "exaone4"):
         values |= _periodic(get, family, values)
     values |= _granite(header.path, get, values["head_dim"]) if family == "granite" else {}
@@ -256,11 +261,15 @@ def _layer_types(get: _Keys, layers: int, period: int) -> list[str]:
     return ["sliding_attention" if s else "full_attention" for s in sliding]
 
 
+def _rotated_share(get: _Keys, head_dim: int) -> float:
+    """`partial_rotary_factor`, of which transformers makes the whole number again."""
+    rotated = get.number("rope.dimension_count", head_dim, int)
+    return next((s for s in (rotated / head_dim, (rotated + 0.5) / head_dim) if int(head_dim * s) == rotated), 0.0)
+
+
 def _phi3(header: GgufHeader, get: _Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Its window, which llama.cpp passes over, and its rotary embedding: of a part of each head, and LongRoPE where the file holds factors."""
-    head_dim, rotated = sizes["head_dim"], get.number("rope.dimension_count", sizes["head_dim"], int)
-    share = next((s for s in (rotated / head_dim, (rotated + 0.5) / head_dim) if int(head_dim * s) == rotated), 0.0)
-    rope: dict[str, Any] = {"rope_theta": get.number("rope.freq_base", 10000.0, float), "partial_rotary_factor": share}
+    rope: dict[str, Any] = {"rope_theta": get.number("rope.freq_base", 10000.0, float), "partial_rotary_factor": _rotated_share(get, sizes["head_dim"])}
     values = {"sliding_window": get.required("attention.sliding_window", int) if get.optional("attention.sliding_window", 0) else None, "rope_parameters": rope}
     held = [name for name in ROPE_FACTORS if name in header.tensors]
     if not held:

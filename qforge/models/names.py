@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 GGUF_ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma3_text": "gemma3",
     "smollm3": "smollm3", "granite": "granite", "phi3": "phi3", "seed_oss": "seed_oss", "olmo2": "olmo2", "olmo3": "olmo2", "exaone4": "exaone4",
+    "glm4": "glm4", "ernie4_5": "ernie4_5",
 }  # fmt: skip
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -31,7 +32,7 @@ _OUTER = (EMBEDDING, "model.norm", HEAD)
 _ROTARY = ("rope_freqs.weight", "attn_rot_embd.weight")
 ROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")  # GGUF's, of Phi 3
 _PERMUTED, _OFFSET = ("llama", "smollm3", "granite"), ("gemma", "gemma3")  # architectures
-_FUSED = ("phi3",)  # families whose checkpoints hold JOINT linears: the rows of their parts below each other
+_FUSED = {"phi3": tuple(JOINT), "glm4": ("gate_up_proj",)}  # families whose checkpoints hold JOINT linears: the rows of their parts below each other
 _MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS = {"qwen3_moe": ("mlp", _MLP_PARTS), "mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}  # the block beside whose router experts are, and an expert's gate, up and down
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
@@ -122,7 +123,7 @@ def mlps(model_type: str, experts: int | None) -> list[tuple[tuple[str, ...], st
 
 
 def _linears(model_type: str, joint: str) -> tuple[str, ...]:
-    return (joint,) if model_type in _FUSED else JOINT[joint]
+    return (joint,) if joint in _FUSED.get(model_type, ()) else JOINT[joint]
 
 
 def is_rotary(model_type: str, name: str) -> bool:

@@ -13,18 +13,21 @@ from transformers import PretrainedConfig
 from qforge.errors import ModelError
 from qforge.types import NO_ROPE, ExpertsSpec, LayerNorms, ModelSpec, RopeSpec
 
-# What each family is, whatever its config says. The tests hold greedy tokens and logits of all of them against transformers.
 _POST_NORMS: LayerNorms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _ALL_NORMS: LayerNorms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_GLM4_NORMS: LayerNorms = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+# What each family is, whatever its config says. The tests hold greedy tokens and logits of all of them against transformers.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {"qk_norm": True}, "gemma3_text": {"qk_norm": True, "norms": _ALL_NORMS, "norm_offset": 1.0},
     "qwen3_moe": {"qk_norm": True}, "mixtral": {}, "gemma": {"norm_offset": 1.0}, "smollm3": {}, "granite": {}, "phi3": {}, "seed_oss": {},
     "olmo2": {"qk_norm": True, "whole_qk_norm": True, "norms": _POST_NORMS}, "olmo3": {"qk_norm": True, "whole_qk_norm": True, "norms": _POST_NORMS},
-    "exaone4": {"qk_norm": True, "norms": _POST_NORMS},
+    "exaone4": {"qk_norm": True, "norms": _POST_NORMS}, "glm4": {"norms": _GLM4_NORMS}, "ernie4_5": {},
 }  # fmt: skip
-_NO_WINDOW = ("llama", "gemma", "granite", "seed_oss", "olmo2")  # whatever their config says
+_NO_WINDOW = ("llama", "gemma", "granite", "seed_oss", "olmo2", "glm4", "ernie4_5")  # whatever their config says
 _ONE_WINDOW = ("mistral", "qwen3_moe", "mixtral", "phi3")  # in all layers, if any
-_PARTIAL = ("phi3",)  # may rotate a part of each head
+_PARTIAL = ("phi3", "glm4")  # may rotate a part of each head
+_INTERLEAVED = ("glm4", "ernie4_5")  # rotate neighbours
+_NO_OUTPUT_BIAS = ("qwen2", "glm4")
 _WITHOUT_BIAS = ("phi3",)  # whatever their config says
 _ROPES = {
     "default": (),
@@ -53,7 +56,8 @@ def model_spec(config: PretrainedConfig) -> ModelSpec | None:
     ropes = _ropes(config, kinds, head_dim)
     if any(r is None for r in ropes):
         return None
-    bias = bool(getattr(config, "attention_bias", False)) and family not in _WITHOUT_BIAS
+    everywhere = family == "ernie4_5" and bool(config.use_bias)
+    bias = everywhere or (bool(getattr(config, "attention_bias", False)) and family not in _WITHOUT_BIAS)
     return ModelSpec(
         family=family,
         vocab_size=config.vocab_size,
@@ -70,8 +74,8 @@ def model_spec(config: PretrainedConfig) -> ModelSpec | None:
         layer_windows=tuple(_window(config, kind) for kind in kinds),
         layer_ropes=tuple(r for r in ropes if r is not None),
         attention_bias=True if family == "qwen2" else bias,
-        output_bias=bool(config.attention_out_bias) if family == "seed_oss" else bias and family != "qwen2",
-        mlp_bias=bool(getattr(config, "mlp_bias", False)),
+        output_bias=bool(config.attention_out_bias) if family == "seed_oss" else bias and family not in _NO_OUTPUT_BIAS,
+        mlp_bias=everywhere or bool(getattr(config, "mlp_bias", False)),
         **FAMILIES[family],
         **_scales(config, head_dim),
         experts=_experts(config),
@@ -160,7 +164,7 @@ def _rope(config: PretrainedConfig, parameters: Mapping[str, Any], head_dim: int
     kind = str(parameters.get("rope_type", "default"))
     share = _number(parameters, "partial_rotary_factor") if parameters.get("partial_rotary_factor") is not None else 1.0
     partial = config.model_type in _PARTIAL
-    if kind not in _ROPES or parameters.get("rope_theta") is None or (share != 1.0 and not partial) or (kind == "longrope" and not partial):
+    if kind not in _ROPES or parameters.get("rope_theta") is None or (share != 1.0 and not partial) or (kind == "longrope" and config.model_type != "phi3"):
         return None
     rotated = int(head_dim * share) if math.isfinite(share) else 0
     if not 0 < rotated <= head_dim or (rotated < head_dim and rotated % 2):
@@ -169,7 +173,7 @@ def _rope(config: PretrainedConfig, parameters: Mapping[str, Any], head_dim: int
         return _longrope(config, parameters, rotated, head_dim)
     values = [(name, _number(parameters, name)) for name in _ROPES[kind] if parameters.get(name) is not None]
     more = (("truncate", 0.0),) if kind == "yarn" and not whole else ()
-    return RopeSpec(_number(parameters, "rope_theta"), kind, (*values, *more), rotated=rotated % head_dim)
+    return RopeSpec(_number(parameters, "rope_theta"), kind, (*values, *more), rotated=rotated % head_dim, interleaved=config.model_type in _INTERLEAVED)
 
 
 def _longrope(config: PretrainedConfig, parameters: Mapping[str, Any], rotated: int, head_dim: int) -> RopeSpec:

@@ -130,13 +130,16 @@ class Reader:
         return self._place.linear(self._weight(name))
 
     def _qkv(self, index: int, at: str) -> Linear:
-        """Of one layer; where only a part of each head turns, with its rows in the decoders' order."""
+        """Of one layer; where the family does not rotate as the decoders do, with its rows in their order."""
         spec, weights = self._spec, [self._weight(at + n) for n in names.attention_inputs(self._spec.family)]
-        order = row_order(spec.layer_ropes[index], spec.num_heads + spec.num_kv_heads, spec.head_dim)
-        if order is not None:
-            (fused,) = weights
+        queries, keys = (row_order(spec.layer_ropes[index], heads, spec.head_dim) for heads in (spec.num_heads, spec.num_kv_heads))
+        if queries is not None and keys is not None:
             assert not spec.qk_norm
-            weights = [rows(fused, torch.cat((order, len(order) + torch.arange(spec.num_kv_heads * spec.head_dim))))]
+            order = [queries, keys, torch.arange(len(keys))]
+            if len(weights) == 1:
+                starts = (0, len(queries), len(queries) + len(keys))
+                order = [torch.cat([start + part for start, part in zip(starts, order, strict=True)])]
+            weights = [rows(weight, part) for weight, part in zip(weights, order, strict=True)]
         return joined(weights, self._place.linear)
 
     def _weight(self, name: str) -> Weight:

@@ -174,7 +174,7 @@ def _part(told: list[Any], buffer: Callable[[list[int] | None], Buffer | None]) 
 
 
 def _spec(told: dict[str, Any]) -> ModelSpec:
-    ropes = tuple(RopeSpec(r["theta"], r["kind"], tuple((n, v) for n, v in r["parameters"]), tuple(r["factors"]), r["rotated"]) for r in told["layer_ropes"])
+    ropes = tuple(RopeSpec(r["theta"], r["kind"], tuple((n, v) for n, v in r["parameters"]), tuple(r["factors"]), r["rotated"], r["interleaved"]) for r in told["layer_ropes"])
     scales = tuple((key, value) for key, value in told["kv_scales"])
     experts = None if told["experts"] is None else ExpertsSpec(**{**told["experts"], "layers": tuple(told["experts"]["layers"])})
     return ModelSpec(**{**told, "layer_windows": tuple(told["layer_windows"]), "layer_ropes": ropes, "experts": experts, "kv_scales": scales, "norms": tuple(told["norms"])})

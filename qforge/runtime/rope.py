@@ -40,13 +40,17 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
 
 
 def row_order(rope: RopeSpec, heads: int, head_dim: int) -> torch.Tensor | None:
-    """Where only a part of a head turns: rows of queries or keys in the order in which the decoders rotate whole heads, pairs being dimensions i and i + head_dim / 2; else None.
+    """Where only a part of a head turns, or neighbours do: rows of queries or keys in the order in which the decoders rotate whole heads, pairs being dimensions i and
+    i + head_dim / 2; else None.
 
-    The model pairs i and i + rotated / 2, and nothing else: with queries and keys in another order, the same in both, q.k is what it was. int64 `[heads head_dim]`.
+    The model pairs i and i + rotated / 2 (or 2 i and 2 i + 1), and nothing else: with queries and keys in another order, the same in both, q.k is what it was.
+    int64 `[heads head_dim]`.
     """
-    if not rope.rotated:
+    if not rope.rotated and not rope.interleaved:
         return None
-    turned, still = torch.arange(rope.rotated).chunk(2), torch.arange(rope.rotated, head_dim).chunk(2)
+    count = rope.turned(head_dim)
+    pairs = torch.arange(count).view(-1, 2).T if rope.interleaved else torch.arange(count).view(2, -1)
+    turned, still = pairs.unbind(), torch.arange(count, head_dim).view(2, -1).unbind()
     head = torch.cat((turned[0], still[0], turned[1], still[1]))
     return (torch.arange(heads)[:, None] * head_dim + head).flatten()
 

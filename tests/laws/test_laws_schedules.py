@@ -23,7 +23,7 @@ from qforge.runtime.scheduler import Guess, Scheduler
 from qforge.runtime.sequence import FinishReason, SamplingParams
 from qforge.runtime.step import build_step
 
-MODELS = ["llama", "llama-odd-widths", "llama-wide-heads", "gemma3", "mistral", "qwen2", "qwen3", "gemma", "smollm3-windows", "granite", "olmo3", "exaone4", "phi3-long"]
+MODELS = ["llama", "llama-odd-widths", "llama-wide-heads", "gemma3", "mistral", "qwen2", "qwen3", "gemma", "smollm3-windows", "granite", "olmo3", "exaone4", "phi3-long", "glm4"]
 MODELS += [
     "int4-g32-asym",
     "int8-channel-sym+int8-token",

@@ -31,7 +31,7 @@ FAMILIES = {
     "llama": {}, "mistral": {"sliding_window": 64}, "qwen2": {}, "qwen3": {}, "gemma3_text": {"layers": 7, "sliding_window": 32, "query_pre_attn_scalar": 16},
     "gemma": {"head_dim": 32}, "smollm3": {"layers": 5}, "granite": tiny.GRANITE, "seed_oss": {}, "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
     "olmo2": {"tied": False}, "olmo3": {"tied": False, "layers": 5, "sliding_window": 20, "rope_parameters": OLMO3_ROPES},
-    "phi3": tiny.longrope(),
+    "phi3": tiny.longrope(), "glm4": {}, "ernie4_5": {},
 }  # fmt: skip
 FAMILIES |= {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},

@@ -47,6 +47,8 @@ CASES = {
     "exaone4 with windows": ("exaone4", {"layers": 64, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 32, "sliding_window": 20}),
     "olmo2": ("olmo2", {"tied": False}),
     "olmo3": ("olmo3", {"tied": False, "layers": 5, "sliding_window": 20, "rope_parameters": OLMO3_ROPES}),
+    "glm4": ("glm4", {}),
+    "ernie4.5": ("ernie4_5", {}),
     "phi3": ("phi3", {"sliding_window": 64}),
     "phi3 untied": ("phi3", {"tied": False, "kv_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
     "phi3 longrope": ("phi3", tiny.longrope()),
@@ -78,7 +80,26 @@ def test_the_f32_twin_agrees(tmp_path, case):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma", "smollm3", "granite", "phi3 longrope", "seed oss", "exaone4", "olmo2", "olmo3", "mixtral", "qwen3 moe"]
+    "family",
+    [
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma3",
+        "gemma",
+        "smollm3",
+        "granite",
+        "phi3 longrope",
+        "glm4",
+        "ernie4.5",
+        "seed oss",
+        "exaone4",
+        "olmo2",
+        "olmo3",
+        "mixtral",
+        "qwen3 moe",
+    ],
 )
 def test_every_family_passes_the_rows_of_a_real_model(tmp_path, family, tied):
     """The weights that llama.cpp's C code makes of the integers are ours, and what it computes of the same weights in fp32 is what transformers computes."""

@@ -32,7 +32,7 @@ FAMILIES = {
     "llama": {}, "mistral": {"sliding_window": 20}, "qwen2": {}, "qwen3": {}, "gemma3_text": {"layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 16},
     "gemma": {"head_dim": 32}, "smollm3": {"layers": 5, "use_sliding_window": True, "sliding_window": 20, "mlp_bias": True},
     "granite": tiny.GRANITE, "olmo3": {"layers": 5, "sliding_window": 20}, "exaone4": {"layers": 4, "sliding_window": 20}, "seed_oss": {},
-    "phi3": {"hidden": 128, "sliding_window": 20, **tiny.longrope(16, 32)},
+    "phi3": {"hidden": 128, "sliding_window": 20, **tiny.longrope(16, 32)}, "glm4": {"hidden": 128}, "ernie4_5": {"use_bias": True},
 }  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 KINDS = ("matmulnbits", "qdq")

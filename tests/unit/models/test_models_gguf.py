@@ -69,6 +69,8 @@ def write(path: Path, base: Path, *, extra: Callable[[gguf.GGUFWriter], None] = 
     w.add_layer_norm_rms_eps(config.rms_norm_eps)
     if config.model_type in ("gemma3_text", "olmo3"):
         w.add_sliding_window(config.sliding_window)
+    if arch == "glm4":
+        w.add_rope_dimension_count(config.head_dim // 2)
     if arch == "granite":
         w.add_attention_scale(config.attention_multiplier)
         w.add_embedding_scale(config.embedding_multiplier)
@@ -130,7 +132,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     more = {
         "smollm3": {"layers": 5}, "granite": {"layers": 2, **scales}, "seed_oss": {"layers": 2}, "olmo2": {"layers": 2, "tied": False},
         "exaone4": {"layers": 2, "sliding_window": None, "layer_types": ["full_attention"] * 2},
-        "olmo3": {"layers": 5, "sliding_window": 32, "tied": False}, "phi3": {"layers": 2},
+        "olmo3": {"layers": 5, "sliding_window": 32, "tied": False}, "phi3": {"layers": 2}, "glm4": {"layers": 2}, "ernie4_5": {"layers": 2},
     }  # fmt: skip
     return plain | {f: tiny.make(root / f, f, seed=4, norms=True, **options) for f, options in more.items()}
 
@@ -208,7 +210,7 @@ def test_a_head_that_is_the_embedding_is_quantized_as_that_is(bases: dict[str, P
         assert torch.equal(numerics.dequantize(model.linear("lm_head")).half(), stored)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "gemma", "smollm3", "granite", "phi3", "seed_oss", "exaone4", "olmo2", "olmo3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "gemma", "smollm3", "granite", "phi3", "glm4", "ernie4_5", "seed_oss", "exaone4", "olmo2", "olmo3"])
 def test_an_f32_file_computes_what_its_model_computes(bases: dict[str, Path], tmp_path: Path, family: str) -> None:
     write(tmp_path / "m.gguf", bases[family], only_f32=True)
     model = open_model("m.gguf", folder=tmp_path)
@@ -222,7 +224,7 @@ def test_an_f32_file_computes_what_its_model_computes(bases: dict[str, Path], tm
     assert rope["rope_theta"] == 12345.0
     assert model.spec is not None
     assert model.spec.head_dim == 16
-    assert model.spec.attention_bias == (family in ("qwen2", "seed_oss"))
+    assert model.spec.attention_bias == (family in ("qwen2", "seed_oss", "glm4"))
     source = open_model(str(bases[family])).spec
     assert source is not None
     ropes = tuple(r if r.kind == "none" else replace(r, theta=12345.0) for r in source.layer_ropes)

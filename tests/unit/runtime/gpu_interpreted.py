@@ -46,6 +46,7 @@ runtime_models.FAMILIES |= {
     "small granite": ("granite", {"layers": 2, **GRANITE}),
     "small olmo3": ("olmo3", {"layers": 2, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}),
     "small phi3": ("phi3", {"layers": 1, **longrope()}),
+    "small glm4": ("glm4", {"layers": 1}),
     "small qwen2": ("qwen2", {"layers": 1, "tied": False}),
 }
 
@@ -79,6 +80,7 @@ def apart(of: Model, stored: torch.dtype = torch.float16, tokens: int = 30, kv_c
         ("small smollm3", lambda n: None, "dense-float16"),
         ("small granite", lambda n: None, "dense-float16"),
         ("small olmo3", lambda n: None, "dense-float16"),
+        ("small glm4", lambda n: None, "dense-float16"),
         ("small phi3", lambda n: "int4-g32-asym", "triton-w4a16"),
     ],
 )

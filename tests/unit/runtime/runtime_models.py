@@ -75,6 +75,9 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "exaone4": ("exaone4", {"layers": 4, "sliding_window": 20, "sliding_window_pattern": 2}),
     "exaone4-no-window": ("exaone4", {"layers": 2, "sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "seed-oss": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    "glm4": ("glm4", {}),
+    "glm4-whole": ("glm4", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40, "partial_rotary_factor": 1.0}}),
+    "ernie4.5": ("ernie4_5", {"use_bias": True}),
     "phi3": ("phi3", {"tied": False}),
     "phi3-part": ("phi3", {"kv_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}}),
     "phi3-long": ("phi3", tiny.longrope()),  # of a part, and with an amplitude

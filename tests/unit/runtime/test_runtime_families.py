@@ -58,6 +58,8 @@ def test_logits_of_windows_equal_those_of_transformers(name: str) -> None:
         ("mixtral", "int4-g32-sym"),
         *(("phi3-long", s) for s in ("int4-g16-asym", "int8-tensor-sym", "fp8-e4m3-block16", "nf4-g16")),
         ("phi3", "int4-g32-asym"),
+        ("glm4", "int4-g32-asym"),
+        ("ernie4.5", "int8-channel-sym"),
     ],
 )
 def test_a_quantized_model_equals_transformers_on_the_same_weights(name: str, scheme: str) -> None:

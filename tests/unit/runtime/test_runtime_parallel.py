@@ -122,7 +122,7 @@ def test_what_cannot_be_shared_is_refused() -> None:
             check_size(size, device)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen3", "gemma3", "llama-untied-rope3", "granite", "phi3", "phi3-long"])
+@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen3", "gemma3", "llama-untied-rope3", "granite", "phi3", "phi3-long", "glm4", "exaone4"])
 @pytest.mark.parametrize("scheme", ["int4-g32-asym", None])
 def test_two_shares_compute_what_one_model_does(name: str, scheme: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_loader, "distributed", Exchange())

@@ -96,7 +96,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 def folder(name: str) -> Path:
     """A tiny model of one of FAMILIES, made once a test session."""
     family, settings = FAMILIES[name]
-    return tiny.make(Path(mkdtemp()) / name, family, norms=True, **settings)  # type: ignore[arg-type]
+    return tiny.make(Path(mkdtemp()) / name, family, **{"norms": True, **settings})  # type: ignore[arg-type]
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
-from qforge.errors import DataError, ModelError
+from qforge.errors import DataError, ModelError, NotOnRuntimeError
 from qforge.runtime.cache_turn import CacheTurn
 from qforge.runtime.detokenize import Detokenizer
 from qforge.runtime.fair_lock import FairLock
@@ -61,14 +61,16 @@ class Engine:
 
         Raises:
             DataError: the prompt is empty, has tokens that the model does not know, leaves no room in its context, or could never fit the cache.
+            NotOnRuntimeError: it leaves no room, and transformers has more.
             UnsupportedError: another user of the cache has requests.
         """
         known(prompt, self._runner.spec.vocab_size)
         if not prompt:
             raise DataError("a prompt has no tokens; give at least one")
         if len(prompt) >= self._max_context:
-            short = f"shorten it to {self._max_context - 1} tokens or fewer{self._runner.spec.beyond}"
-            raise DataError(f"a prompt of {len(prompt)} tokens leaves no room in the model's context of {self._max_context}; {short}")
+            beyond = self._runner.spec.beyond
+            short = f"a prompt of {len(prompt)} tokens leaves no room in the model's context of {self._max_context}; shorten it to {self._max_context - 1} tokens or fewer"
+            raise (NotOnRuntimeError if beyond else DataError)(short + beyond)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_ids)
         text = Detokenizer(self._tokenizer, prompt, params.stop)

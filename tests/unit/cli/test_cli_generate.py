@@ -64,6 +64,18 @@ def test_an_empty_folder_name_is_not_the_current_folder(verb: list[str], capsys:
     assert "its name is empty" in capsys.readouterr().err
 
 
+def test_prompts_beyond_the_short_factors_run_on_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tiny.make(tmp_path / "phi3", "phi3", layers=2, **{**tiny.longrope(), "original_max_position_embeddings": 48})  # type: ignore[arg-type]
+    assert _run("generate", folder, "--prompt", "The mill. " * 30, "--prompt", "a", "--max-tokens", 4, "--json", "-") == 0
+    said = capsys.readouterr()
+    outputs = json.loads(said.out)["outputs"]
+    assert "(longrope)" in said.err
+    ids = torch.tensor([outputs[0]["prompt_token_ids"]])
+    assert ids.shape[1] > 48
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert outputs[0]["token_ids"] == theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)[0, ids.shape[1] :].tolist()
+
+
 def test_a_family_that_the_runtime_does_not_list_runs_on_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tiny.make(tmp_path / "olmo2", "olmo2")
     assert _run("generate", other, "--prompt", "The small", "--max-tokens", 5, "--json", "-") == 0

@@ -14,7 +14,7 @@ from tolerances import LOGITS
 
 from qforge import numerics
 from qforge.engines.transformers_engine import TransformersEngine
-from qforge.errors import DataError, ModelError, UnsupportedError
+from qforge.errors import DataError, ModelError, NotOnRuntimeError, UnsupportedError
 from qforge.ops.native_module import context
 from qforge.qlinear import QuantizedLinear
 from qforge.runtime import LLM, SamplingParams, running
@@ -310,7 +310,7 @@ def test_sequences_beyond_the_short_factors_are_for_transformers() -> None:
         DataError, match=r"longer than the model's context of 256; use a smaller window; for longer sequences it has other rotary factors \(longrope\), with which transformers"
     ):
         list(llm.score([window]))
-    with pytest.raises(DataError, match=r"255 tokens or fewer; for longer sequences it has other rotary factors \(longrope\)"):
+    with pytest.raises(NotOnRuntimeError, match=r"255 tokens or fewer; for longer sequences it has other rotary factors \(longrope\)"):
         llm.generate([window[:256]], SamplingParams(max_tokens=1))
     assert "longrope" not in model("llama").spec.beyond  # type: ignore[union-attr]
     assert len(llm.generate([window[:250]], SamplingParams(max_tokens=20, ignore_eos=True))[0].token_ids) == 6

@@ -77,7 +77,7 @@ def test_prompts_beyond_the_short_factors_run_on_transformers(tmp_path: Path, ca
 
 
 def test_a_family_that_the_runtime_does_not_list_runs_on_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = tiny.make(tmp_path / "olmo2", "olmo2")
+    other = tiny.make(tmp_path / "stablelm", "stablelm")
     assert _run("generate", other, "--prompt", "The small", "--max-tokens", 5, "--json", "-") == 0
     out, err = capsys.readouterr()
     found = json.loads(out)["outputs"][0]

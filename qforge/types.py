@@ -94,6 +94,7 @@ class ModelSpec:
         embedding_scale: multiplier of token embeddings (sqrt(hidden) for Gemma), else 1.0.
         residual_scale: multiplier, above 0, of what a layer adds to the residual stream (Granite), else 1.0.
         logits_scale: multiplier of logits (Granite), else 1.0.
+        attention_bias, output_bias, mlp_bias: of q, k and v, of the attention's output, and in the MLP; the runtime adds those that are stored.
         experts: None: no layer has any.
         kv_scales: per layer, of its keys and its values where a checkpoint says that they are kept as FP8 E4M3; else empty.
     """
@@ -134,7 +135,8 @@ class ModelSpec:
     @property
     def beyond(self) -> str:
         """What is to be said of longer sequences than `max_positions`, where the model itself has a form for them."""
-        return "; for longer sequences it has other rotary factors (longrope), with which transformers runs it" if any(r.kind == "longrope" for r in self.layer_ropes) else ""
+        long = any(r.kind == "longrope" for r in self.layer_ropes)
+        return "; for longer sequences it has other rotary factors (longrope), with which transformers runs it (engine transformers)" if long else ""
 
     def score_scale(self, layer: int) -> float:
         """Multiplier of q.k in a layer, where these are rotated and nothing else; dimensions that do not turn are then divided by the amplitude (`RopeTable`)."""

@@ -48,6 +48,9 @@ def command(
     try:
         llm = LLM(model, activations=activations, device=device.name, tensor_parallel=device.processes, max_num_seqs=most)
         outputs = llm.generate(given, params)
+        beyond = llm.runner.spec.beyond
+        if beyond and any(o.finish_reason == "length" and len(o.token_ids) < max_tokens for o in outputs):
+            raise NotOnRuntimeError(f"a continuation reaches the end of the context of {llm.max_context} tokens{beyond}")
     except NotOnRuntimeError as e:
         outputs = _on_transformers(e, model, given, params, activations, device)
     text = json.dumps({"outputs": [{name: getattr(o, name) for name in _TOLD} for o in outputs]}, ensure_ascii=False, indent=1)

@@ -9,19 +9,17 @@ from typing import Any
 import numpy as np
 from gguf import GGUFWriter, RopeScalingType
 
+from qforge.models.gguf_config import EXAONE4_LAYERS, GEMMA3_27B_LAYERS, GEMMA3_PERIOD, PERIOD
 from qforge.models.names import ROPE_FACTORS
 from qforge.types import NO_ROPE, ModelSpec, RopeSpec
 
-_GEMMA3_PATTERN = 6  # llama.cpp's fixed pattern: every sixth layer sees the whole context
 _GEMMA3_LOCAL_THETA = 10_000.0
-_GEMMA3_27B_LAYERS = 62
 _SMOLLM3_INTERVAL = 4  # of layers without rotary embedding
 _GELU = ("gemma", "gemma3_text")
 _WITHOUT_BIAS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma", "smollm3", "olmo2", "olmo3", "exaone4")
 _LLAMA3_ROPE = ("llama", "mistral", "mixtral", "granite", "exaone4")  # the others have no tensor rope_freqs
 _WINDOWS = ("gemma3_text", "olmo3", "exaone4")  # llama.cpp computes those of no other
-_OLMO, _WINDOW_PATTERN = ("olmo2", "olmo3"), 4
-_EXAONE4_LAYERS = 64  # of the one size that has windows
+_CONTEXTS = 256  # llama.cpp makes room for multiples of so many tokens
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
@@ -29,7 +27,7 @@ def metadata_problem(spec: ModelSpec) -> str | None:
     """What of a model llama.cpp cannot be told, or would refuse as it loads the file; None if it computes what the model means."""
     own = {
         "gemma3_text": _gemma3_problem, "smollm3": _smollm3_problem, "seed_oss": _seed_oss_problem, "olmo2": _olmo_problem, "olmo3": _olmo_problem, "exaone4": _exaone4_problem,
-        "phi3": _wide_heads_problem, "glm4": _wide_heads_problem, "ernie4_5": _ernie_problem,
+        "phi3": _phi3_problem, "glm4": _wide_heads_problem, "ernie4_5": _ernie_problem,
     }.get(spec.family)  # fmt: skip
     return _family_problem(spec) or _rope_problem(spec) or _experts_problem(spec) or (None if own is None else own(spec))
 
@@ -69,13 +67,13 @@ def _experts_problem(spec: ModelSpec) -> str | None:
 
 
 def _gemma3_problem(spec: ModelSpec) -> str | None:
-    pattern = [(i + 1) % _GEMMA3_PATTERN != 0 for i in range(spec.num_layers)]
+    pattern = [(i + 1) % GEMMA3_PERIOD != 0 for i in range(spec.num_layers)]
     if [w > 0 for w in spec.layer_windows] != pattern:
-        return f"llama.cpp's Gemma 3 attends to everything in every {_GEMMA3_PATTERN}th layer, and this model in others"
+        return f"llama.cpp's Gemma 3 attends to everything in every {GEMMA3_PERIOD}th layer, and this model in others"
     local = {r for r, sliding in zip(spec.layer_ropes, pattern, strict=True) if sliding}
     if local != {RopeSpec(_GEMMA3_LOCAL_THETA)}:
         return f"llama.cpp's Gemma 3 has a rotary base of {_GEMMA3_LOCAL_THETA:.0f} in its sliding layers, and this model another one"
-    width = spec.hidden_size // spec.num_heads if spec.num_layers == _GEMMA3_27B_LAYERS else spec.head_dim
+    width = spec.hidden_size // spec.num_heads if spec.num_layers == GEMMA3_27B_LAYERS else spec.head_dim
     if not math.isclose(spec.attention_scale, width**-0.5, rel_tol=1e-6):
         return f"llama.cpp's Gemma 3 scales queries by {width} ** -0.5 in a model of {spec.num_layers} layers, and this model otherwise"
     return None
@@ -97,7 +95,7 @@ def _olmo_problem(spec: ModelSpec) -> str | None:
     if wide := _wide_heads_problem(spec):
         return wide
     if spec.family == "olmo3" and not _every_fourth_sees_all(spec):
-        return f"llama.cpp's OLMo 3 attends to everything in every {_WINDOW_PATTERN}th layer, and this model in others"
+        return f"llama.cpp's OLMo 3 has windows of one width in all but every {PERIOD}th layer, and this model others"
     local = {r for r, window in zip(spec.layer_ropes, spec.layer_windows, strict=True) if window}
     if local - {RopeSpec(_global_rope(spec).theta)}:
         return "llama.cpp's OLMo 3 has one rotary base, unscaled in its sliding layers, and this model not"
@@ -105,19 +103,30 @@ def _olmo_problem(spec: ModelSpec) -> str | None:
 
 
 def _exaone4_problem(spec: ModelSpec) -> str | None:
-    if not any(spec.layer_windows):
-        return None if spec.num_layers != _EXAONE4_LAYERS else f"llama.cpp's EXAONE 4 has windows if it has {_EXAONE4_LAYERS} layers, and this model has none"
-    if spec.num_layers != _EXAONE4_LAYERS or not _every_fourth_sees_all(spec):
-        return f"llama.cpp's EXAONE 4 has windows in all but every {_WINDOW_PATTERN}th of {_EXAONE4_LAYERS} layers, and this model in others"
-    return None
+    if spec.num_layers == EXAONE4_LAYERS:
+        if not _every_fourth_sees_all(spec):
+            return f"llama.cpp's EXAONE 4 of {EXAONE4_LAYERS} layers has windows of one width in all but every {PERIOD}th, and this model others"
+    elif any(spec.layer_windows):
+        return f"llama.cpp's EXAONE 4 has windows if it has {EXAONE4_LAYERS} layers, and this model has {spec.num_layers}"
+    elif NO_ROPE in spec.layer_ropes:
+        return "llama.cpp's EXAONE 4 rotates in all layers where it has no windows, and this model, whose config names one (sliding_window), in none"
+    return _wide_heads_problem(spec)
 
 
 def _every_fourth_sees_all(spec: ModelSpec) -> bool:
-    return len(set(spec.layer_windows)) <= 2 and [w == 0 for w in spec.layer_windows] == [(i + 1) % _WINDOW_PATTERN == 0 for i in range(spec.num_layers)]
+    return len(set(spec.layer_windows)) <= 2 and [w == 0 for w in spec.layer_windows] == [(i + 1) % PERIOD == 0 for i in range(spec.num_layers)]
 
 
 def _ernie_problem(spec: ModelSpec) -> str | None:
     return "llama.cpp's ERNIE 4.5 adds no bias behind attention or in its MLP, and this model does (use_bias)" if spec.mlp_bias else None
+
+
+def _phi3_problem(spec: ModelSpec) -> str | None:
+    original = dict(_global_rope(spec).parameters).get("original_max_position_embeddings") if _global_rope(spec).kind == "longrope" else None
+    room = -(-_context(spec) // _CONTEXTS) * _CONTEXTS
+    if original is not None and room > original:
+        return f"llama.cpp makes room for {room} tokens where {_context(spec)} are asked for, and takes LongRoPE's long factors beyond {original:g}"
+    return _wide_heads_problem(spec)
 
 
 def _wide_heads_problem(spec: ModelSpec) -> str | None:
@@ -145,12 +154,10 @@ def add_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
         writer.add_expert_used_count(spec.experts.active)
         if spec.family == "qwen3_moe":
             writer.add_expert_feed_forward_length(spec.experts.intermediate_size)
-    if spec.family in _WINDOWS and any(spec.layer_windows):
+    if spec.family == "phi3" or (spec.family in _WINDOWS and any(spec.layer_windows)):  # Phi 3's files always have the key, 0 for none
         writer.add_sliding_window(max(spec.layer_windows))
     if spec.family == "gemma3_text":
         writer.add_rope_freq_base_swa(_GEMMA3_LOCAL_THETA)
-    if spec.family == "phi3":
-        writer.add_sliding_window(max(spec.layer_windows))
     if spec.family == "granite":
         writer.add_attention_scale(spec.attention_scale)
         writer.add_embedding_scale(spec.embedding_scale)

@@ -17,6 +17,7 @@ from qforge.errors import ModelError, last_line
 from qforge.models.experts import MOST_EXPERTS
 from qforge.models.gguf_header import GgufHeader
 from qforge.models.names import ROPE_FACTORS
+from qforge.models.spec import PARTIAL
 
 FAMILIES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma": "gemma", "gemma3": "gemma3_text", "smollm3": "smollm3", "granite": "granite",
@@ -31,11 +32,10 @@ _ARCHITECTURES = {
 }  # fmt: skip
 _MLP_BIAS = ("llama", "granite")
 _FIXED_BIAS = ("qwen2", "phi3")  # q, k and v of the one always have a bias, the other's never
-_PARTIAL = ("phi3", "glm4")
-_GEMMA3_PERIOD = 6  # every sixth layer attends to everything (Gemma 3 report, section 2)
-_PERIOD = 4  # of OLMo 3 and EXAONE 4
-_EXAONE4_LAYERS = 64  # of the one size that has windows, as llama.cpp tells it
-_GEMMA3_27B_LAYERS = 62  # the one size that scales queries by hidden / heads instead of the head's width
+GEMMA3_PERIOD = 6  # every sixth layer attends to everything (Gemma 3 report, section 2)
+PERIOD = 4  # of OLMo 3 and EXAONE 4
+EXAONE4_LAYERS = 64  # of the one size that has windows, as llama.cpp tells it
+GEMMA3_27B_LAYERS = 62  # the one size that scales queries by hidden / heads instead of the head's width
 
 
 def gguf_config(header: GgufHeader) -> PretrainedConfig:
@@ -100,7 +100,7 @@ class _Keys:
 
 def _sizes(header: GgufHeader, get: _Keys, family: str) -> dict[str, Any]:
     hidden, heads = get.required("embedding_length", int), get.required("attention.head_count", int)
-    partial = family in _PARTIAL  # so that their heads may be wider than what is rotated of them
+    partial = family in PARTIAL  # so that their heads may be wider than what is rotated of them
     head_dim = get.number("attention.key_length", hidden // heads if partial else get.optional("rope.dimension_count", hidden // heads), int)
     if (not partial and get.number("rope.dimension_count", head_dim, int) != head_dim) or get.number("attention.value_length", head_dim, int) != head_dim:
         raise ModelError(f"{header.path}: its heads have parts of different widths (rotary, key, value); these are not available")
@@ -243,9 +243,9 @@ def _granite(path: Path, get: _Keys, head_dim: int) -> dict[str, Any]:
 def _periodic(get: _Keys, family: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Layers with windows, all but every fourth, unless the file has a pattern; OLMo 3 has no rotary scaling in these."""
     layers = values["num_hidden_layers"]
-    if family == "exaone4" and layers != _EXAONE4_LAYERS:
+    if family == "exaone4" and layers != EXAONE4_LAYERS:
         return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
-    found = {"sliding_window": get.number("attention.sliding_window", 4096, int), "layer_types": _layer_types(get, layers, _PERIOD)}
+    found = {"sliding_window": get.number("attention.sliding_window", 4096, int), "layer_types": _layer_types(get, layers, PERIOD)}
     if family == "exaone4":
         return found
     full = values["rope_parameters"]
@@ -286,9 +286,9 @@ def _gemma3(header: GgufHeader, get: _Keys, sizes: Mapping[str, Any]) -> dict[st
     layers, head_dim = sizes["num_hidden_layers"], sizes["head_dim"]
     full = {"rope_theta": get.number("rope.freq_base", 1_000_000.0, float), **_scaling(header, get)}
     return {
-        "query_pre_attn_scalar": sizes["hidden_size"] // sizes["num_attention_heads"] if layers == _GEMMA3_27B_LAYERS else head_dim,
+        "query_pre_attn_scalar": sizes["hidden_size"] // sizes["num_attention_heads"] if layers == GEMMA3_27B_LAYERS else head_dim,
         "sliding_window": get.required("attention.sliding_window", int),
-        "layer_types": _layer_types(get, layers, _GEMMA3_PERIOD),
+        "layer_types": _layer_types(get, layers, GEMMA3_PERIOD),
         "rope_parameters": {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": get.number("rope.freq_base_swa", 10_000.0, float)}},
         "final_logit_softcapping": get.optional("final_logit_softcapping", None),
     }

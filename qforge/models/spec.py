@@ -25,10 +25,10 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 _NO_WINDOW = ("llama", "gemma", "granite", "seed_oss", "olmo2", "glm4", "ernie4_5")  # whatever their config says
 _ONE_WINDOW = ("mistral", "qwen3_moe", "mixtral", "phi3")  # in all layers, if any
-_PARTIAL = ("phi3", "glm4")  # may rotate a part of each head
+PARTIAL = ("phi3", "glm4")  # may rotate a part of each head
 _INTERLEAVED = ("glm4", "ernie4_5")  # rotate neighbours
 _NO_OUTPUT_BIAS = ("qwen2", "glm4")
-_WITHOUT_BIAS = ("phi3",)  # whatever their config says
+_NO_ATTENTION_BIAS, _NO_MLP_BIAS = ("phi3", "exaone4", "ernie4_5"), ("exaone4", "ernie4_5")  # whatever their config says under these names
 _ROPES = {
     "default": (),
     "linear": ("factor",),
@@ -57,7 +57,7 @@ def model_spec(config: PretrainedConfig) -> ModelSpec | None:
     if any(r is None for r in ropes):
         return None
     everywhere = family == "ernie4_5" and bool(config.use_bias)
-    bias = everywhere or (bool(getattr(config, "attention_bias", False)) and family not in _WITHOUT_BIAS)
+    bias = everywhere or (bool(getattr(config, "attention_bias", False)) and family not in _NO_ATTENTION_BIAS)
     return ModelSpec(
         family=family,
         vocab_size=config.vocab_size,
@@ -75,7 +75,7 @@ def model_spec(config: PretrainedConfig) -> ModelSpec | None:
         layer_ropes=tuple(r for r in ropes if r is not None),
         attention_bias=True if family == "qwen2" else bias,
         output_bias=bool(config.attention_out_bias) if family == "seed_oss" else bias and family not in _NO_OUTPUT_BIAS,
-        mlp_bias=everywhere or bool(getattr(config, "mlp_bias", False)),
+        mlp_bias=everywhere or (bool(getattr(config, "mlp_bias", False)) and family not in _NO_MLP_BIAS),
         **FAMILIES[family],
         **_scales(config, head_dim),
         experts=_experts(config),
@@ -163,7 +163,7 @@ def _rope(config: PretrainedConfig, parameters: Mapping[str, Any], head_dim: int
     """`whole`: whether YaRN's ramp begins and ends at whole dimensions (`truncate`)."""
     kind = str(parameters.get("rope_type", "default"))
     share = _number(parameters, "partial_rotary_factor") if parameters.get("partial_rotary_factor") is not None else 1.0
-    partial = config.model_type in _PARTIAL
+    partial = config.model_type in PARTIAL
     if kind not in _ROPES or parameters.get("rope_theta") is None or (share != 1.0 and not partial) or (kind == "longrope" and config.model_type != "phi3"):
         return None
     rotated = int(head_dim * share) if math.isfinite(share) else 0

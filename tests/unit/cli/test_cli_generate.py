@@ -74,6 +74,13 @@ def test_prompts_beyond_the_short_factors_run_on_transformers(tmp_path: Path, ca
     assert ids.shape[1] > 48
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     assert outputs[0]["token_ids"] == theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert _run("generate", folder, "--prompt", "The mill", "--max-tokens", 60, "--json", "-") == 0  # begins within them
+    said = capsys.readouterr()
+    assert "reaches the end of the context of 48 tokens" in said.err
+    found = json.loads(said.out)["outputs"][0]
+    ids = torch.tensor([found["prompt_token_ids"]])
+    assert found["token_ids"] == theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert len(found["token_ids"]) > 46
 
 
 def test_a_family_that_the_runtime_does_not_list_runs_on_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

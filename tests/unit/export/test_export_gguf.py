@@ -27,6 +27,7 @@ from qforge.types import RopeSpec
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 OLMO3_ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 5e5}, "full_attention": {**YARN, "rope_theta": 5e5}}
+EXAONE4_64 = {"layers": 64, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 32, "sliding_window": 20}
 FAMILIES = {
     "llama": {}, "mistral": {"sliding_window": 64}, "qwen2": {}, "qwen3": {}, "gemma3_text": {"layers": 7, "sliding_window": 32, "query_pre_attn_scalar": 16},
     "gemma": {"head_dim": 32}, "smollm3": {"layers": 5}, "granite": tiny.GRANITE, "seed_oss": {}, "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
@@ -295,6 +296,22 @@ def test_what_llama_cpp_cannot_be_told(tmp_path):
         ("smollm3", {"rope_parameters": LLAMA3}, "llama3"),
         ("smollm3", {"no_rope_layer_interval": 3}, "every 4th layer"),
         ("smollm3", {"no_rope_layers": [0] * 5}, "every 4th layer"),
+        ("seed_oss", {"mlp_bias": True}, "biases of q, k and v only"),
+        ("seed_oss", {"attention_out_bias": True}, "biases of q, k and v only"),
+        ("ernie4_5", {"use_bias": True}, "adds no bias"),
+        ("olmo2", {"attention_bias": True}, "attention_bias"),
+        ("olmo2", {"head_dim": 32}, "4 x 32 beside 64"),
+        ("glm4", {"head_dim": 32}, "4 x 32 beside 64"),
+        ("exaone4", {"head_dim": 32}, "4 x 32 beside 64"),
+        ("exaone4", {"sliding_window": 20}, "rotates in all layers where it has no windows"),
+        ("exaone4", {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}, "has windows if it has 64 layers, and this model has 2"),
+        ("exaone4", {**EXAONE4_64, "layer_types": ["full_attention"] * 64}, "of 64 layers has windows of one width in all but every 4th"),
+        ("exaone4", {**EXAONE4_64, "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 21 + ["full_attention"]}, "in all but every 4th"),
+        ("olmo3", {"layer_types": (["sliding_attention"] * 2 + ["full_attention"] * 3)}, "windows of one width in all but every 4th"),
+        ("olmo3", {"rope_parameters": {**OLMO3_ROPES, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}, "one rotary base"),
+        ("olmo3", {"rope_parameters": {**OLMO3_ROPES, "sliding_attention": OLMO3_ROPES["full_attention"]}}, "one rotary base"),
+        ("phi3", {"original_max_position_embeddings": 200}, "takes LongRoPE's long factors beyond 200"),
+        ("phi3", {"original_max_position_embeddings": 300, "sliding_window": 280}, "makes room for 512 tokens where 280 are asked for"),
         ("qwen2", {"rope_parameters": LLAMA3}, "llama3"),
         ("qwen3", {"rope_parameters": LLAMA3}, "llama3"),
         ("gemma3_text", {"rope_parameters": {"full_attention": LLAMA3, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}, "llama3"),
@@ -308,6 +325,13 @@ def test_what_llama_cpp_would_compute_otherwise(tmp_path, family, options, reaso
     model = opened(tmp_path, family, **options)
     assert reason in GgufExporter("f32").check(model)
     assert reason in exporter("gguf", "q4_k_m").check(quantized(model))
+
+
+def test_biases_that_a_family_does_not_read_are_none(tmp_path):
+    for family, options in (("exaone4", {"attention_bias": True, "mlp_bias": True}), ("ernie4_5", {"attention_bias": True, "mlp_bias": True}), ("phi3", {"attention_bias": True})):
+        model = opened(tmp_path, family, **options)
+        assert not any(".bias" in name for name in model.weights.names())
+        assert GgufExporter().check(model) is None
 
 
 def test_groups_in_activation_order_leave_nothing(tmp_path):

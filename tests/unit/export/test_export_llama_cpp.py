@@ -52,6 +52,7 @@ CASES = {
     "phi3": ("phi3", {"sliding_window": 64}),
     "phi3 untied": ("phi3", {"tied": False, "kv_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
     "phi3 longrope": ("phi3", tiny.longrope()),
+    "phi3 longrope, another context": ("phi3", tiny.longrope() | {"original_max_position_embeddings": 300, "sliding_window": 250}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3 moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True}),
 }

@@ -301,6 +301,42 @@ def test_factors_of_rope_are_whole_and_phi3s_own(bases: dict[str, Path], tmp_pat
         gguf_config(header)
 
 
+def test_what_only_some_files_say_is_read(bases: dict[str, Path], tmp_path: Path) -> None:
+    olmo3, exaone4 = (read_gguf_header(write(tmp_path / f"{f}.gguf", bases[f])) for f in ("olmo3", "exaone4"))
+    assert gguf_config(olmo3).layer_types == ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"]
+    olmo3.metadata.update({"olmo2.rope.freq_base_swa": 777.0, "olmo2.attention.sliding_window_pattern": [False, True, True, True, True]})
+    config = gguf_config(olmo3)
+    assert config.rope_parameters["sliding_attention"] == {"rope_type": "default", "rope_theta": 777.0}
+    assert config.rope_parameters["full_attention"]["rope_theta"] == 12345.0
+    assert config.layer_types == ["full_attention"] + ["sliding_attention"] * 4
+    exaone4.metadata["exaone4.attention.sliding_window"] = 32  # of the size without windows
+    assert gguf_config(exaone4).sliding_window is None
+    biased = tiny.make(tmp_path / "ernie", "ernie4_5", layers=1, use_bias=True)
+    model = open_model(str(write(tmp_path / "ernie.gguf", biased, only_f32=True)))
+    assert model.config.use_bias
+    assert model.spec is not None
+    assert (model.spec.attention_bias, model.spec.output_bias, model.spec.mlp_bias) == (True, True, True)
+
+
+def test_a_share_of_a_head_that_is_no_binary_fraction_is_read(bases: dict[str, Path], tmp_path: Path) -> None:
+    """transformers makes a whole number of it by cutting off what is behind the point, so that some quotients are too small."""
+    header = read_gguf_header(write(tmp_path / "m.gguf", bases["glm4"]))
+    short = 0
+    for width in range(16, 130, 2):
+        for rotated in range(2, width, 2):
+            header.metadata.update({"glm4.attention.key_length": width, "glm4.rope.dimension_count": rotated})
+            share = gguf_config(header).rope_parameters["partial_rotary_factor"]
+            assert int(width * share) == rotated
+            short += int(width * (rotated / width)) < rotated
+    assert short
+
+
+def test_rotary_factors_of_another_type_are_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", bases["llama"], extra=lambda w: w.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float16)))
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight is of type F16, where F32 is needed"):
+        open_model("m.gguf", folder=tmp_path)
+
+
 def test_multipliers_that_a_granite_file_leaves_out_are_those_of_llama_cpp(bases: dict[str, Path], tmp_path: Path) -> None:
     header = read_gguf_header(write(tmp_path / "m.gguf", bases["granite"]))
     header.metadata["granite.embedding_scale"] = 0.0

@@ -254,6 +254,13 @@ def test_experts_are_not_for_a_gpu_or_several_processes() -> None:
         of_spec(spec, Share(0, 2))
 
 
+def test_norms_over_all_heads_are_not_for_several_processes() -> None:
+    spec = model("olmo2").spec
+    assert spec is not None
+    with pytest.raises(UnsupportedError, match="normed over all heads at once are not shared by several processes yet"):
+        of_spec(spec, Share(0, 2))
+
+
 def test_a_step_is_said_to_read_the_experts_of_one_token() -> None:
     llm = LLM(model("mixtral"))
     runner = llm.runner

@@ -42,7 +42,7 @@ demo: setup
 
 test: setup $(GPU)
 	$(PYTEST)
-	$(GPU)/bin/python -m pytest -rs tests/unit/ops/test_ops_triton.py tests/unit/ops/test_ops_cuda.py tests/unit/runtime/test_runtime_gpu.py
+	$(GPU)/bin/python -m pytest -rs -n $(WORKERS) --dist worksteal tests/unit/ops/test_ops_triton.py tests/unit/ops/test_ops_cuda.py tests/unit/runtime/test_runtime_gpu.py
 	$(GPU)/bin/python benchmarks/triton_budget.py --jobs $(WORKERS)
 	$(GPU)/bin/python benchmarks/cuda_budget.py
 

@@ -10,8 +10,10 @@ those (benchmarks/gpu_check.py).
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from qforge.ops.cuda import compiler, w4
 from qforge.ops.cuda.source import Source
@@ -62,10 +64,11 @@ def main() -> int:
     print(f"# Machine code of the kernels in CUDA C++ (NVRTC {compiler.version()}, {ARCHITECTURE})\n")
     print("| kernel | registers | spills | instructions | tensor cores | loads of 16 bytes | smaller loads |\n|---|---|---|---|---|---|---|")
     found = []
-    for name, source in shipped():
-        cost, said = cost_of(source)
-        print(f"| {name} | {cost.registers} | {cost.local} | {cost.instructions} | {cost.matrix} | {cost.wide} | {cost.narrow} |", flush=True)
-        found += [f"{name}: {words}" for words in broken(cost, said)]
+    names, sources = zip(*shipped(), strict=True)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for name, (cost, said) in zip(names, pool.map(cost_of, sources), strict=True):
+            print(f"| {name} | {cost.registers} | {cost.local} | {cost.instructions} | {cost.matrix} | {cost.wide} | {cost.narrow} |", flush=True)
+            found += [f"{name}: {words}" for words in broken(cost, said)]
     print("\n" + ("\n".join(found) or "within the budget"))
     return 1 if found else 0
 

@@ -48,7 +48,7 @@ test: setup $(GPU)
 
 test-slow: setup $(EVAL)
 	$(PYTEST) -m 'slow and not gpu'
-	$(EVAL)/bin/python -m pytest -rs -m slow tests/flow/test_flow_tasks.py
+	$(EVAL)/bin/python -m pytest -rs -n $(WORKERS) -m slow tests/flow/test_flow_tasks.py
 
 # What .venv has, triton (installed there it would be imported, and held in memory, by transformers) and CUDA's compiler, which a torch for CUDA would bring.
 $(GPU): $(READY)

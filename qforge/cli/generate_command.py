@@ -48,7 +48,7 @@ def command(
     try:
         llm = LLM(model, activations=activations, device=device.name, tensor_parallel=device.processes, max_num_seqs=most)
         outputs = llm.generate(given, params)
-        beyond = llm.runner.spec.beyond
+        beyond = llm.runner.spec.beyond if (activations, device.name, device.processes) == ("fp", "cpu", 1) else ""  # else nothing is to take over
         if beyond and any(o.finish_reason == "length" and len(o.token_ids) < max_tokens for o in outputs):
             raise NotOnRuntimeError(f"a continuation reaches the end of the context of {llm.max_context} tokens{beyond}")
     except NotOnRuntimeError as e:

@@ -81,6 +81,9 @@ def test_prompts_beyond_the_short_factors_run_on_transformers(tmp_path: Path, ca
     ids = torch.tensor([found["prompt_token_ids"]])
     assert found["token_ids"] == theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)[0, ids.shape[1] :].tolist()
     assert len(found["token_ids"]) > 46
+    assert _run("generate", folder, "--prompt", "The mill", "--max-tokens", 60, "--activations", "int8", "--json", "-") == 0  # which transformers does not round to
+    (kept,) = json.loads(capsys.readouterr().out)["outputs"]
+    assert (len(kept["prompt_token_ids"] + kept["token_ids"]), kept["finish_reason"]) == (48, "length")
 
 
 def test_a_family_that_the_runtime_does_not_list_runs_on_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

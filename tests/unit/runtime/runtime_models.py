@@ -86,7 +86,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20, "seed": 1}),  # with seed 0 a token's second and third expert are 2e-7 apart
     "qwen3-moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3-moe-many": (  # so many that each is computed by one thread
-        "qwen3_moe", {"num_experts": 16, "num_experts_per_tok": 6, "moe_intermediate_size": 32, "norm_topk_prob": True},
+        "qwen3_moe", {"num_experts": 16, "num_experts_per_tok": 6, "moe_intermediate_size": 32, "norm_topk_prob": True, "seed": 1},
     ),
     "qwen3-moe-shares": ("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": False, "decoder_sparse_step": 2}),
 }  # fmt: skip

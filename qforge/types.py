@@ -136,7 +136,7 @@ class ModelSpec:
     def beyond(self) -> str:
         """What is to be said of longer sequences than `max_positions`, where the model itself has a form for them."""
         long = any(r.kind == "longrope" for r in self.layer_ropes)
-        return "; for longer sequences it has other rotary factors (longrope), with which transformers runs it (engine transformers)" if long else ""
+        return "; for longer sequences it has other rotary factors (longrope), with which transformers runs it" if long else ""
 
     def score_scale(self, layer: int) -> float:
         """Multiplier of q.k in a layer, where these are rotated and nothing else; dimensions that do not turn are then divided by the amplitude (`RopeTable`)."""

@@ -162,7 +162,8 @@ class LLM:
         for window in windows:
             blocks = -(-len(window) // self.block_size)
             if len(window) > self.max_context:
-                raise DataError(f"a window of {len(window)} tokens is longer than the model's context of {self.max_context}; use a smaller window{self.runner.spec.beyond}")
+                beyond = self.runner.spec.beyond and f"{self.runner.spec.beyond} (engine transformers)"
+                raise DataError(f"a window of {len(window)} tokens is longer than the model's context of {self.max_context}; use a smaller window{beyond}")
             if blocks > self.num_blocks:
                 raise DataError(f"a window of {len(window)} tokens is longer than the cache of {self.num_blocks * self.block_size}; use a smaller window, or more num_blocks")
             params = SamplingParams(max_tokens=1, prompt_logprobs=0)

@@ -13,14 +13,18 @@ import ctypes
 import hashlib
 import json
 import mmap
+import os
 import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 
+_KEPT: list[Any] = []  # servers: taking one down right after its start can wait forever, where the loop that would hear of it has not begun
+
+
 def server(request: dict[str, Any]) -> Any:
-    """llama.cpp's server inside this process, with the model loaded."""
+    """llama.cpp's server inside this process, with the model loaded, up to the end of the process."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -32,7 +36,8 @@ def server(request: dict[str, Any]) -> Any:
     params.cpuparams.n_threads = request["threads"]
     params.cpuparams_batch.n_threads = request["threads"]
     params.verbosity = -1
-    return xllamacpp.Server(params)
+    _KEPT.append(xllamacpp.Server(params))
+    return _KEPT[-1]
 
 
 def dequantized(request: dict[str, Any]) -> dict[str, Any]:
@@ -78,6 +83,7 @@ def main() -> None:
     except Exception as e:
         answer = {"error": f"{type(e).__name__}: {e}"}
     print("\n" + json.dumps(answer), flush=True)
+    os._exit(0)  # not by way of what is kept
 
 
 if __name__ == "__main__":

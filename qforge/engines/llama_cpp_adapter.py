@@ -19,7 +19,6 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-
 _KEPT: list[Any] = []  # servers: taking one down right after its start can wait forever, where the loop that would hear of it has not begun
 
 

@@ -42,7 +42,7 @@ CommonParams = lambda: N(model=N(), cpuparams=N(), cpuparams_batch=N())
 def test_a_server_that_cannot_be_taken_down_does_not_hold_the_answer_up(tmp_path: Path, conversations: list[object], expected: dict[str, object]) -> None:
     (tmp_path / "xllamacpp.py").write_text(STAND_IN)
     request = {"texts": ["a"], "conversations": conversations, "context": 64, "threads": 1, "model": "m.gguf", "output": str(tmp_path / "output")}
-    (tmp_path / "request.json").write_text(json.dumps(request))
-    run = f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = ['adapter', {str(tmp_path / 'request.json')!r}]; runpy.run_path({str(ADAPTER)!r}, run_name='__main__')"
+    (path := tmp_path / "request.json").write_text(json.dumps(request))
+    run = f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = ['adapter', {str(path)!r}]; runpy.run_path({str(ADAPTER)!r}, run_name='__main__')"
     done = subprocess.run([sys.executable, "-I", "-c", run], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, json.loads(done.stdout)) == (0, expected)

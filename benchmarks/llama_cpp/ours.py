@@ -34,7 +34,7 @@ def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as f:
         request = json.load(f)
     llm = LLM(request["model"], activations=request["activations"], threads=request["threads"], kv_cache=request["kv_cache"])
-    about = {"version": f"qforge {__version__}", "kernels": llm.kernels(), "loads": ["mixed", "lookup"]}
+    about = {"version": f"qforge {__version__}", "kernels": llm.kernels(), "weight_bytes": llm.runner.weight_bytes(), "loads": ["mixed", "lookup"]}
     serve(about, lambda requests, lookup: timed_steps(llm, requests, speculate=lookup), request)
 
 

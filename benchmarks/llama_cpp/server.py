@@ -1,5 +1,6 @@
 """Times llama.cpp's server (the xllamacpp wheel, in this process): a request file in, JSON out (the last line). Standard library and xllamacpp only.
 
+Where the request says `served`, JSON out for each word on stdin (`load.serve`), of one sequence.
 One sequence: the server's own clock, which leaves out its HTTP and text. Many: when each token reached the caller.
 """
 
@@ -12,7 +13,7 @@ import time
 from typing import Any
 
 import xllamacpp
-from load import Timeline, best
+from load import Timeline, best, serve
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "cache_prompt": False, "samplers": ["temperature"]}
 
@@ -57,10 +58,20 @@ def all_at_once(running: Any, requests: list[dict[str, Any]]) -> Timeline:
     return [[t[0], *t[1 : r["output"] - 1], t[-1]][: r["output"]] + [t[-1]] * max(0, r["output"] - len(t)) for t, r in zip(came, requests, strict=True)]
 
 
+def clocked(running: Any, one: dict[str, Any]) -> Timeline:
+    """One completion by the server's own clock."""
+    rate = ask(running, one)["timings"]["predicted_per_second"]
+    return [[n / rate for n in range(one["output"])]]
+
+
 def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as f:
         request = json.load(f)
     answer: dict[str, Any] = {"version": f"xllamacpp {xllamacpp.__version__}"}
+    if request.get("served"):
+        running = server(request, 1, 1024)
+        serve(answer, lambda requests, _: (clocked(running, requests[0]), []), request)
+        return
     if request["repeats"]:
         running = server(request, 1, 1024)
         answer["prefill"] = max(ask(running, request["single"])["timings"]["prompt_per_second"] for _ in range(request["repeats"]))

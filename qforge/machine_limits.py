@@ -25,8 +25,9 @@ def available_memory(root: Path = ROOT) -> int:
 
 
 def free_memory(root: Path = ROOT) -> int:
-    """Bytes that this process may have besides: what is free on the machine, or what a container's limits leave (files that it can let go count as free)."""
-    free = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    """Bytes that this process may have besides: what is free on the machine, or what a container's limits leave (files that memory can let go count as free)."""
+    said = re.search(r"^MemAvailable: +(\d+) kB$", "\n".join(_lines(root / "proc/meminfo")), re.M)
+    free = [1024 * int(said[1]) if said else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for group in _groups(root, "memory"):
         limit, used = (_words(group / new) or _words(group / old) for new, old in (("memory.max", "memory.limit_in_bytes"), ("memory.current", "memory.usage_in_bytes")))
         if limit and used and limit[0].isdecimal() and used[0].isdecimal():

@@ -3,11 +3,14 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cerrno>
 #include <cstring>
 #include <stdexcept>
+#include <system_error>
 
 #include "decoder.h"
 #include "qforge/context.h"
+#include "qforge/mapped_file.h"
 
 namespace nb = nanobind;
 using qforge::Activation;
@@ -18,6 +21,7 @@ using qforge::CacheType;
 using qforge::Context;
 using qforge::Format;
 using qforge::kTile;
+using qforge::MappedFile;
 using qforge::Weight;
 
 namespace {
@@ -80,6 +84,22 @@ NB_MODULE(_native, m) {
             },
             nb::arg("type"), nb::arg("memory"), nb::arg("block_bytes"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("block_size"), nb::arg("scaled"), nb::arg("key_scale"),
             nb::arg("value_scale"));
+    nb::class_<MappedFile>(m, "MappedFile")
+        .def(
+            "__init__",
+            [](MappedFile *self, int file, int64_t bytes) {
+                try {
+                    new (self) MappedFile(file, bytes);
+                } catch (const std::system_error &e) {
+                    errno = e.code().value();
+                    PyErr_SetFromErrno(PyExc_OSError);
+                    throw nb::python_error();
+                }
+            },
+            nb::arg("file"), nb::arg("bytes"))
+        .def_prop_ro("address", [](const MappedFile &self) { return reinterpret_cast<uintptr_t>(self.data()); })
+        .def_prop_ro("moved", &MappedFile::moved, "Bytes that lie in huge pages by now.")
+        .def("move_later", &MappedFile::move_later, nb::arg("seconds"), "Into huge pages, after so many seconds, while it is read.");
     nb::class_<Context> context(m, "Context");
     context
         .def(nb::init<int, const std::string &>(), nb::arg("threads"), nb::arg("isa"))

@@ -5,6 +5,16 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
+from pathlib import Path
+
+_HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def huge_pages(enabled: Path = _HUGE) -> bool:
+    """Whether `anonymous` memory is in huge pages (Linux's Documentation/admin-guide/mm/transhuge.rst)."""
+    with contextlib.suppress(OSError):
+        return sys.platform == "linux" and "[never]" not in enabled.read_text()
+    return False
 
 
 def anonymous(size: int) -> mmap.mmap:

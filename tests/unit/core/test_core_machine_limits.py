@@ -109,3 +109,6 @@ def test_what_is_free_is_what_a_container_leaves(tmp_path: Path, case: str, monk
     pages = {"SC_AVPHYS_PAGES": 10 * GIB // 4096, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr(machine_limits.os, "sysconf", pages.__getitem__)
     assert free_memory(root(tmp_path, files)) == (10 * GIB if free is None else free)
+    (tmp_path / "proc").mkdir(exist_ok=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemFree:   7 kB\nMemAvailable:   {12 * GIB // 1024} kB\nBuffers:  3 kB\n")  # files that the machine can let go count, too
+    assert free_memory(tmp_path) == (12 * GIB if free is None else free)

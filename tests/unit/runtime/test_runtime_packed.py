@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import tiny
@@ -49,6 +49,7 @@ finally:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("QFORGE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("QFORGE_PACKED_GB", "1")
+    monkeypatch.setattr(packed_file, "_SETTLED_S", 0.0)  # what is read here moves into huge pages while it is run
     return tmp_path / "cache" / "packed"
 
 
@@ -136,6 +137,25 @@ def test_kept_weights_of_every_kind_of_product_give_the_same_bits(scheme: str, a
 def test_every_array_of_a_weight_is_kept() -> None:
     """Kernels do without some of them, at the cost of time: their bits would not tell."""
     assert {"codes", *packed_file._BUFFERS} == {f.name for f in fields(NativeWeight) if str(f.type).startswith("Buffer")}
+
+
+@pytest.mark.parametrize(("huge", "free", "moves"), [(True, 2.0, True), (True, 1.99, False), (False, 9.0, False)], ids=["room", "too little memory", "no huge pages"])
+def test_a_start_is_mapped_and_moves_where_memory_is_ample(huge: bool, free: float, moves: bool, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    LLM(str(folder("llama")))
+    (file,) = kept(cache)
+    mapped = SimpleNamespace(asked=[])
+
+    def watched(descriptor: int, size: int) -> SimpleNamespace:
+        mapped.file = original(descriptor, size)
+        mapped.address, mapped.move_later = mapped.file.address, mapped.asked.append
+        return mapped
+
+    original = packed_file._mapped
+    monkeypatch.setattr(packed_file, "_mapped", watched)
+    monkeypatch.setattr(packed_file, "huge_pages", lambda: huge)
+    monkeypatch.setattr(packed_file, "free_memory", lambda: int(free * file.stat().st_size))
+    assert packed_file.read(file, file.stem) is not None
+    assert mapped.asked == ([0.0] if moves else [])
 
 
 def _cut(path: Path) -> None:

@@ -14,7 +14,6 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -45,11 +44,12 @@ def main() -> int:
         raise SystemExit("the native module is missing, which reads memory")
     with tempfile.TemporaryDirectory() as folder:
         about, turns = in_turn(args, Path(folder))
+    read = {"ours": about["ours"]["weight_bytes"], "llama.cpp": read_bytes(args.gguf)}
     content = {
         "command": told("decode_by_memory"), "activations": args.activations, "threads": args.threads,
         "weights": {"ours": weights_of(args.model), "llama.cpp": weights_of(args.gguf)},
-        "engines": {name: found["version"] for name, found in about.items()}, "weight_bytes": {"ours": about["ours"]["weight_bytes"], "llama.cpp": read_bytes(args.gguf)},
-        "environment": machine(), "turns": turns,
+        "engines": {name: found["version"] for name, found in about.items()}, "weight_bytes": read,
+        "environment": machine(), "rows": rows(turns, read), "turns": turns,
     }  # fmt: skip
     text = page(content)
     print(text)
@@ -85,39 +85,41 @@ def read_bytes(path: Path) -> int:
     return sum(int(t.n_bytes) for t in tensors if t.name != "token_embd.weight" or not has_head)
 
 
-def steady(turns: list[dict[str, Any]]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Turns during which memory kept its speed, by the band in which it lay (GB/s, the lower end)."""
-    kept = [(int(statistics.median(t["memory"]) // _BAND) * _BAND, t) for t in turns if max(t["memory"]) <= _STEADY * min(t["memory"])]
-    for band, found in groupby(sorted(kept, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
-        yield band, [t for _, t in found]
+def rows(turns: list[dict[str, Any]], read: dict[str, int]) -> list[dict[str, Any]]:
+    """Turns during which memory kept its speed, by the band in which it lay: medians (GB/s, tokens/s, ratio), shares of memory's speed, and the ratio that memory allows at most,
+    since no engine that reads all of its weights for each token gets more than memory's speed over their bytes."""
+    kept = [(statistics.median(t["memory"]) // _BAND, t) for t in turns if max(t["memory"]) <= _STEADY * min(t["memory"])]
+    found = []
+    for _, pairs in groupby(sorted(kept, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
+        of_band = [t for _, t in pairs]
+        memory = statistics.median(statistics.median(t["memory"]) for t in of_band)
+        rate = {name: statistics.median(t[name] for t in of_band) for name in ("ours", "llama.cpp")}
+        ratios = [t["ours"] / t["llama.cpp"] for t in of_band]
+        found.append({
+            "memory": memory, "turns": len(of_band), **rate, "shares": {name: rate[name] * read[name] / memory / 1e9 for name in rate},
+            "ratio": statistics.median(ratios), "ratio_tenths": statistics.quantiles(ratios, n=10)[:: 8] if len(ratios) > 1 else ratios * 2,
+            "most": memory * 1e9 / read["ours"] / rate["llama.cpp"],
+        })  # fmt: skip
+    return found
 
 
 def page(content: dict[str, Any]) -> str:
     """The table."""
-    read, named, bands = content["weight_bytes"], content["weights"], list(steady(content["turns"]))
-    kept = sum(len(found) for _, found in bands)
+    read, named, kept = content["weight_bytes"], content["weights"], sum(r["turns"] for r in content["rows"])
     head = [
         f"# One sequence beside llama.cpp, by what memory gave ({content['activations']} activations, {content['threads']} threads)", "", f"`{content['command']}`", "",
         f"{content['engines']['ours']}, {named['ours']}, {read['ours'] / 1e6:.0f} MB of weights a token; {content['engines']['llama.cpp']}, {named['llama.cpp']}, "
         f"{read['llama.cpp'] / 1e6:.0f} MB; {place(content['environment'])}. {len(content['turns'])} turns; memory changed its speed during {len(content['turns']) - kept}, "
-        f"which do not count. Medians; of ratios also where the middle four fifths of the turns lie. Rows have {_LEAST_TURNS} turns or more.", "",
+        f"which do not count. Medians; of ratios also where the middle four fifths of the turns lie. Bands with fewer than {_LEAST_TURNS} turns are left out.", "",
         "| memory, GB/s | turns | qforge, tokens/s (of memory's speed) | llama.cpp | ratio | most that memory allows |", "|---|---|---|---|---|---|",
     ]  # fmt: skip
-    return "\n".join(head + [row(found, read) for _, found in bands if len(found) >= _LEAST_TURNS])
+    return "\n".join(head + [line(r) for r in content["rows"] if r["turns"] >= _LEAST_TURNS])
 
 
-def row(turns: list[dict[str, Any]], read: dict[str, int]) -> str:
-    """One band. No engine that reads all of its weights for each token gets more than memory's speed over their bytes."""
-    memory = statistics.median(statistics.median(t["memory"]) for t in turns)
-    ours, theirs = (statistics.median(t[name] for t in turns) for name in ("ours", "llama.cpp"))
-    ratios = sorted(t["ours"] / t["llama.cpp"] for t in turns)
-    tenths = statistics.quantiles(ratios, n=10)
-    share, their_share = (rate * read[name] / memory / 1e9 for name, rate in (("ours", ours), ("llama.cpp", theirs)))
-    cells = [
-        f"{memory:.0f}", str(len(turns)), f"{ours:.1f} ({share:.0%})", f"{theirs:.1f} ({their_share:.0%})",
-        f"{statistics.median(ratios):.2f} ({tenths[0]:.2f}-{tenths[-1]:.2f})", f"{memory * 1e9 / read['ours'] / theirs:.2f}",
-    ]  # fmt: skip
-    return f"| {' | '.join(cells)} |"
+def line(r: dict[str, Any]) -> str:
+    """One band."""
+    speeds = [f"{r[name]:.1f} ({r['shares'][name]:.0%})" for name in ("ours", "llama.cpp")]
+    return f"| {r['memory']:.0f} | {r['turns']} | {speeds[0]} | {speeds[1]} | {r['ratio']:.2f} ({r['ratio_tenths'][0]:.2f}-{r['ratio_tenths'][1]:.2f}) | {r['most']:.2f} |"
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import export_table
 import kernel_table
+import memory_sentence
 import quantizer_tables
 import rooms
 import speed_table
@@ -27,6 +28,7 @@ MAKERS = {
     "speed": speed_table.table,
     "kernels": kernel_table.table,
     "kernels-in-short": kernel_table.sentence,
+    "by-memory": memory_sentence.sentence,
     "starts": startup_table.table,
     "starts-in-short": startup_table.sentence,
 }

@@ -73,12 +73,12 @@ def unsigned(q: QuantizedLinear, bits: int) -> tuple[torch.Tensor, torch.Tensor]
     if q.zeros is not None:
         return q.codes, q.zeros
     middle = 1 << (bits - 1)
-    return (q.codes.to(torch.int16) + middle).to(torch.uint8), torch.full(q.scales.shape, middle, dtype=torch.uint8)
+    return q.codes.view(torch.uint8) + middle, torch.full(q.scales.shape, middle, dtype=torch.uint8)
 
 
 def signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes of a symmetric weight, int8, from those that `unsigned` makes."""
-    return (codes.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
+    return (codes - (1 << (bits - 1))).view(torch.int8)
 
 
 def take(tensors: Mapping[str, torch.Tensor], name: str, layout: str) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 
 from qforge import numerics
 from qforge.errors import ModelError, UnsupportedError
-from qforge.layouts.base import expect_finite, expect_group_index, expect_shape, take
+from qforge.layouts.base import expect_finite, expect_group_index, expect_shape, signed, take
 from qforge.layouts.bits import pack_nibbles, pack_words, unpack_nibbles, unpack_words, words_for
 from qforge.qlinear import QuantizedLinear
 from qforge.scheme import Granularity, Number, Per, ScaleFormat, ScaleType, Scheme, Symmetry
@@ -85,8 +85,8 @@ class CompressedTensors:
 
     def _pack_zeros(self, zeros: torch.Tensor, scheme: Scheme) -> torch.Tensor:
         if not packs_zeros(scheme):
-            signed = _signed(zeros, scheme)
-            return signed.reshape(1) if scheme.granularity.per is Per.TENSOR else signed
+            stored = _signed(zeros, scheme)
+            return stored.reshape(1) if scheme.granularity.per is Per.TENSOR else stored
         packed = pack_words(zeros, scheme.bits, dim=0)
         return torch.nn.functional.pad(packed, (0, 0, 0, zeros.shape[0] - packed.shape[0])) if self.padded_zeros else packed
 
@@ -212,12 +212,12 @@ def _input_scale(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> torch.T
 
 def _unsigned(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """Codes as the layout packs them: symmetric ones shifted into 0 .. 2**bits - 1."""
-    return (codes.to(torch.int16) + (1 << (scheme.bits - 1))).to(torch.uint8) if scheme.symmetric else codes
+    return codes.view(torch.uint8) + (1 << (scheme.bits - 1)) if scheme.symmetric else codes
 
 
 def _signed(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """Codes (or zero points) as the layout stores them in int8: unsigned ones shifted down."""
-    return codes if codes.dtype == torch.int8 else (codes.to(torch.int16) - (1 << (scheme.bits - 1))).to(torch.int8)
+    return codes if codes.dtype == torch.int8 else signed(codes, scheme.bits)
 
 
 def _reshaped(tensor: torch.Tensor, shape: tuple[int, int], name: str) -> torch.Tensor:
@@ -232,7 +232,7 @@ def _unpack_codes(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> torch.
             raise ModelError(f"weight_packed is {packed.dtype} with weight_shape {shape}; a packed weight is int32 with two positive sizes")
         expect_shape(packed, (shape[0], words_for(shape[1], scheme.bits)), "weight_packed", NAME)
         codes = unpack_words(packed, scheme.bits, shape[1])
-        return (codes.to(torch.int16) - (1 << (scheme.bits - 1))).to(torch.int8) if scheme.symmetric else codes
+        return signed(codes, scheme.bits) if scheme.symmetric else codes
     weight = take(tensors, "weight", NAME)
     expected = torch.int8 if scheme.number.is_int else torch.float8_e4m3fn
     if weight.dtype != expected or weight.dim() != 2:
@@ -242,7 +242,7 @@ def _unpack_codes(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> torch.
         if ((codes & 0x7F) == 0x7F).any():
             raise ModelError("weight holds values that are not finite; the file is damaged or was made from such weights")
         return codes
-    return weight if scheme.symmetric else (weight.to(torch.int16) + (1 << (scheme.bits - 1))).to(torch.uint8)
+    return weight if scheme.symmetric else weight.view(torch.uint8) + (1 << (scheme.bits - 1))
 
 
 def _unpack_zeros(tensors: Mapping[str, torch.Tensor], scheme: Scheme, rows: int, columns: int) -> torch.Tensor | None:

@@ -66,12 +66,11 @@ def pack_quantized(q: QuantizedLinear) -> Tiles:
     rows = _rows_of_scales(q)
     scales = q.scales[rows][:, scale_of_block]
     codes, zeros = _codes_of_integers(q, order, rows, scale_of_block, block_k) if number.is_int else (torch.nn.functional.pad(q.codes, (0, 1))[:, order], None)
-    identity = len(order) == in_features and bool((order == torch.arange(in_features)).all())
     wide = q.scheme.bits > 4
     return Tiles(
         "INT8" if number.is_int and wide else "INT4" if number.is_int else "E4M3" if wide else "BOOK4", q.out_features, in_features, len(scale_of_block), block_k,
         _interleave(_by_tile(codes), wide), _by_tile(scales).transpose(1, 2).contiguous(), None if zeros is None else _by_tile(zeros).transpose(1, 2).contiguous(),
-        None if identity else order, _run(scale_of_block), None if number.is_int or wide else code_book(number),
+        None if _is_identity(order, in_features) else order, _run(scale_of_block), None if number.is_int or wide else code_book(number),
     )  # fmt: skip
 
 
@@ -92,32 +91,49 @@ def for_rounded(tiles: Tiles, bits: int, *, by_pairs: bool = False) -> Tiles:
 def _code_sums(tiles: Tiles) -> torch.Tensor:
     """Of each segment of 64 inputs, or what is left of a block."""
     count = tiles.codes.shape[0]
-    chunks = ((tiles.codes & 15) + (tiles.codes >> 4)).view(count, tiles.blocks, -1, TILE, CHUNK // 2).sum(-1, dtype=torch.int16)  # [N, B, chunks of a block, 16]
+    chunks = (_sums_of_two(tiles.codes & 15) + _sums_of_two(tiles.codes >> 4)).view(count, tiles.blocks, -1, TILE)  # [N, B, chunks of a block, 16]
     whole = torch.nn.functional.pad(chunks, (0, 0, 0, -chunks.shape[2] % (SEGMENT // CHUNK)))
-    return whole.view(count, -1, SEGMENT // CHUNK, TILE).sum(2, dtype=torch.int16)
+    return _of_segments(whole.view(count, -1, SEGMENT // CHUNK, TILE)).to(torch.int16)
 
 
 def _pair_sums(tiles: Tiles, code_sums: torch.Tensor) -> torch.Tensor:
     """See `Weight::pair_sums` of linear.h."""
-    chunks = tiles.codes.view(tiles.codes.shape[0], -1, SEGMENT // CHUNK, TILE, CHUNK // 2)  # [N, segments, chunks, 16, 4]
-    too_much = torch.zeros(code_sums.shape, dtype=torch.int32)
-    for i in range(SEGMENT // CHUNK):
-        first, second = (chunks[:, :, i] & 15).int(), (chunks[:, :, i] >> 4).int()
-        too_much += (_FIRST_MORE * first - _SECOND_LESS * second).sum(-1, dtype=torch.int32)
-        paired = [i not in plain for plain in _PLAIN_CHUNKS]  # in even and in odd tiles
-        products = (first * second).sum(-1, dtype=torch.int32)
-        for odd in range(2):
-            too_much[odd::2] += products[odd::2] * paired[odd]
-    return (_PAIRS_MIDDLE - too_much) * 65536 + code_sums
+    first, second = tiles.codes & 15, tiles.codes >> 4
+    shape = (tiles.codes.shape[0], -1, SEGMENT // CHUNK, TILE)  # [N, segments, chunks, 16]
+    too_much = _FIRST_MORE * _of_segments(_sums_of_two(first).view(shape)) - _SECOND_LESS * _of_segments(_sums_of_two(second).view(shape))
+    products = _sums_of_two(first * second).view(shape)  # at most 15 x 15, which a byte holds
+    for odd, plain in enumerate(_PLAIN_CHUNKS):  # in even and in odd tiles
+        for i in plain:
+            products[odd::2, :, i] = 0
+    return (_PAIRS_MIDDLE - too_much - _of_segments(products)) * 65536 + code_sums
+
+
+def _sums_of_two(codes: torch.Tensor) -> torch.Tensor:
+    """`[..., 4 X]` uint8 -> `[X]` int32, each with two sums of two codes, of 16 bits."""
+    words = codes.view(torch.int32)
+    return (words & 0x00FF00FF) + ((words >> 8) & 0x00FF00FF)
+
+
+def _of_segments(chunks: torch.Tensor) -> torch.Tensor:
+    """`_sums_of_two` `[N, segments, chunks, 16]`, added up: `[N, segments, 16]` int32."""
+    sums = chunks.sum(2, dtype=torch.int32)
+    return (sums & 0xFFFF) + (sums >> 16)
 
 
 def _codes_of_integers(q: QuantizedLinear, order: torch.Tensor, rows: torch.Tensor, scale_of_block: torch.Tensor, block_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Unsigned codes `[O, B x K]`, padding equal to the zero point, and zero points `[O, B]`."""
     bias = 0 if q.zeros is not None else 1 << (7 if q.scheme.bits > 4 else 3)
-    codes = torch.nn.functional.pad((q.codes.to(torch.int16) + bias).to(torch.uint8), (0, 1))[:, order]
+    codes = q.codes.view(torch.uint8) + bias  # modulo 256, as it should be
     zeros = torch.full((q.out_features, len(scale_of_block)), bias, dtype=torch.uint8) if q.zeros is None else q.zeros[rows][:, scale_of_block]
+    if _is_identity(order, q.in_features):
+        return codes, zeros
+    codes = torch.nn.functional.pad(codes, (0, 1))[:, order]
     padding = (order == q.in_features).view(1, -1, block_k)
     return torch.where(padding, zeros.unsqueeze(-1), codes.view(q.out_features, -1, block_k)).view(q.out_features, -1), zeros
+
+
+def _is_identity(order: torch.Tensor, in_features: int) -> bool:
+    return len(order) == in_features and torch.equal(order, torch.arange(in_features))
 
 
 def _run(scale_of_block: torch.Tensor) -> int:
@@ -184,7 +200,7 @@ def _by_tile(values: torch.Tensor) -> torch.Tensor:
 
 def _interleave(codes: torch.Tensor, wide: bool) -> torch.Tensor:
     """`[N, 16, I]` uint8 -> `[N, C, 128]` (one byte a code) or `[N, C, 64]` (two codes a byte, inputs j and j + 4 of a chunk)."""
-    halves = codes.view(codes.shape[0], TILE, -1, 2, CHUNK // 2).permute(0, 2, 3, 1, 4)  # [N, C, half, 16, 4]
-    if wide:
-        return halves.reshape(codes.shape[0], -1, TILE * CHUNK).contiguous()
-    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).reshape(codes.shape[0], -1, TILE * CHUNK // 2).contiguous()
+    halves = codes.view(torch.int32).view(codes.shape[0], TILE, -1, 2)  # [N, 16, C, half], four codes each
+    if not wide:
+        halves = halves[..., :1] | (halves[..., 1:] << 4)
+    return halves.permute(0, 2, 3, 1).contiguous().view(torch.uint8).view(codes.shape[0], halves.shape[2], -1)

@@ -13,6 +13,7 @@ import numpy as np
 from qforge.errors import MissingCapabilityError
 from qforge.models.locate import locate, model_folder
 from qforge.ops.native_module import missing
+from qforge.ops.pages import return_free_heap
 from qforge.runtime import packed_cache
 from qforge.runtime.native_model import NativeModel
 from qforge.runtime.packed_file import PackedModel
@@ -87,6 +88,7 @@ def of_model(model: Model, activations: str = "fp", threads: int | None = None, 
     except torch.OutOfMemoryError as e:
         raise MissingCapabilityError(f"the weights of '{model.source}' do not fit on {device}; use fewer bits, or share the model among several GPUs (tensor_parallel)") from e
     kept = lowered(weights) if place is None and missing() is None else weights
+    return_free_heap()  # half a gigabyte that packing a billion weights leaves there
     tokenizer = functools.cache(model.tokenizer)
     return Opened(model.source, kept, frozenset(end_ids(model.assets, model.config, tokenizer())), tokenizer, place)
 

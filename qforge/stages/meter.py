@@ -12,6 +12,7 @@ from pathlib import Path
 
 from qforge.clock import Clock
 from qforge.files import write_text
+from qforge.ops.pages import return_free_heap
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's malloc.h
 
@@ -76,8 +77,7 @@ def reusing_freed_memory(*, sparing: bool = False) -> Iterator[None]:
         yield
     finally:
         return_freed_memory(sparing=sparing)
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+        return_free_heap()
 
 
 def return_freed_memory(*, sparing: bool = False) -> None:

@@ -92,12 +92,14 @@ def rows(turns: list[dict[str, Any]], read: dict[str, int]) -> list[dict[str, An
     found = []
     for _, pairs in groupby(sorted(kept, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
         of_band = [t for _, t in pairs]
+        if len(of_band) < _LEAST_TURNS:
+            continue
         memory = statistics.median(statistics.median(t["memory"]) for t in of_band)
         rate = {name: statistics.median(t[name] for t in of_band) for name in ("ours", "llama.cpp")}
         ratios = [t["ours"] / t["llama.cpp"] for t in of_band]
         found.append({
             "memory": memory, "turns": len(of_band), **rate, "shares": {name: rate[name] * read[name] / memory / 1e9 for name in rate},
-            "ratio": statistics.median(ratios), "ratio_tenths": statistics.quantiles(ratios, n=10)[:: 8] if len(ratios) > 1 else ratios * 2,
+            "ratio": statistics.median(ratios), "ratio_tenths": statistics.quantiles(ratios, n=10, method="inclusive")[::8],
             "most": memory * 1e9 / read["ours"] / rate["llama.cpp"],
         })  # fmt: skip
     return found
@@ -109,11 +111,11 @@ def page(content: dict[str, Any]) -> str:
     head = [
         f"# One sequence beside llama.cpp, by what memory gave ({content['activations']} activations, {content['threads']} threads)", "", f"`{content['command']}`", "",
         f"{content['engines']['ours']}, {named['ours']}, {read['ours'] / 1e6:.0f} MB of weights a token; {content['engines']['llama.cpp']}, {named['llama.cpp']}, "
-        f"{read['llama.cpp'] / 1e6:.0f} MB; {place(content['environment'])}. {len(content['turns'])} turns; memory changed its speed during {len(content['turns']) - kept}, "
-        f"which do not count. Medians; of ratios also where the middle four fifths of the turns lie. Bands with fewer than {_LEAST_TURNS} turns are left out.", "",
+        f"{read['llama.cpp'] / 1e6:.0f} MB; {place(content['environment'])}. {len(content['turns'])} turns, of which {len(content['turns']) - kept} do not count: "
+        f"memory changed its speed during them, or fewer than {_LEAST_TURNS} have about the same. Medians; of ratios also where the middle four fifths of the turns lie.", "",
         "| memory, GB/s | turns | qforge, tokens/s (of memory's speed) | llama.cpp | ratio | most that memory allows |", "|---|---|---|---|---|---|",
     ]  # fmt: skip
-    return "\n".join(head + [line(r) for r in content["rows"] if r["turns"] >= _LEAST_TURNS])
+    return "\n".join(head + [line(r) for r in content["rows"]])
 
 
 def line(r: dict[str, Any]) -> str:

@@ -6,6 +6,8 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cinttypes>
+#include <cstdio>
 #include <cstring>
 #include <system_error>
 #include <thread>
@@ -22,21 +24,35 @@ int64_t up(int64_t n) { return (n + kHugePage - 1) / kHugePage * kHugePage; }
 
 char *up(void *p) { return reinterpret_cast<char *>(up(reinterpret_cast<int64_t>(p))); }
 
-// Of memory that starts with a huge page
+// Memory of whole huge pages, and no byte beside it: what is given back must not be somebody else's by now
 struct Reserved {
-    void *base;
-    size_t length;
-    char *first;
+    int64_t bytes;
+    char *first = nullptr;
 
-    Reserved(int64_t bytes, int protection)
-        : base(mmap(nullptr, static_cast<size_t>(bytes + kHugePage), protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)),
-          length(static_cast<size_t>(bytes + kHugePage)), first(base == MAP_FAILED ? nullptr : up(base)) {}
+    Reserved(int64_t whole, int protection) : bytes(whole) {
+        void *base = mmap(nullptr, static_cast<size_t>(bytes + kHugePage), protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (base == MAP_FAILED) return;
+        first = up(base);
+        const int64_t before = first - static_cast<char *>(base);
+        if (before) munmap(base, static_cast<size_t>(before));
+        if (before < kHugePage) munmap(first + bytes, static_cast<size_t>(kHugePage - before));
+    }
     ~Reserved() {
-        if (first) munmap(base, length);
+        if (first) munmap(first, static_cast<size_t>(bytes));
     }
     Reserved(const Reserved &) = delete;
     Reserved &operator=(const Reserved &) = delete;
 };
+
+// Bytes that the system has without swapping; -1 where it does not say
+int64_t available() {
+    int64_t kib = -1;
+    if (std::FILE *said = std::fopen("/proc/meminfo", "r")) {
+        for (char line[128]; std::fgets(line, sizeof line, said) && std::sscanf(line, "MemAvailable: %" SCNd64, &kib) != 1;) {}
+        std::fclose(said);
+    }
+    return kib < 0 ? kib : kib * 1024;
+}
 
 }  // namespace
 
@@ -53,11 +69,14 @@ struct MappedFile::Room {
     bool move_piece([[maybe_unused]] int64_t start) {
 #if defined(__linux__)
         const int64_t size = std::min(piece, bytes - start), whole = up(size);
-        const Reserved fresh(whole, PROT_READ | PROT_WRITE);
+        if (const int64_t rest = available(); rest >= 0 && rest < 2 * (bytes - start)) return false;
+        Reserved fresh(whole, PROT_READ | PROT_WRITE);
         if (!fresh.first || madvise(fresh.first, static_cast<size_t>(whole), MADV_HUGEPAGE) != 0) return false;
         std::memcpy(fresh.first, reserved.first + start, static_cast<size_t>(size));
         if (mprotect(fresh.first, static_cast<size_t>(whole), PROT_READ) != 0) return false;
-        return mremap(fresh.first, static_cast<size_t>(whole), static_cast<size_t>(whole), MREMAP_MAYMOVE | MREMAP_FIXED, reserved.first + start) != MAP_FAILED;
+        if (mremap(fresh.first, static_cast<size_t>(whole), static_cast<size_t>(whole), MREMAP_MAYMOVE | MREMAP_FIXED, reserved.first + start) == MAP_FAILED) return false;
+        fresh.first = nullptr;  // whose memory is there from now on is not known
+        return true;
 #else
         return false;
 #endif

@@ -81,8 +81,10 @@ def main() -> None:
         answer = {"version": f"xllamacpp {xllamacpp.__version__}", **do(request)}
     except Exception as e:
         answer = {"error": f"{type(e).__name__}: {e}"}
-    print("\n" + json.dumps(answer), flush=True)
-    os._exit(0)  # not by way of what is kept
+    try:
+        print("\n" + json.dumps(answer), flush=True)
+    finally:
+        os._exit(0)  # not by way of what is kept
 
 
 if __name__ == "__main__":

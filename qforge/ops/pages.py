@@ -8,13 +8,14 @@ import mmap
 import sys
 from pathlib import Path
 
-_HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
+_SIZE = 2 << 20  # bytes; others are not asked for
 
 
-def huge_pages(enabled: Path = _HUGE) -> bool:
-    """Whether `anonymous` memory is in huge pages (Linux's Documentation/admin-guide/mm/transhuge.rst)."""
-    with contextlib.suppress(OSError):
-        return sys.platform == "linux" and "[never]" not in enabled.read_text()
+def huge_pages(settings: Path = _SETTINGS) -> bool:
+    """Whether `anonymous` memory may be in huge pages of 2 MiB (Linux's Documentation/admin-guide/mm/transhuge.rst)."""
+    with contextlib.suppress(OSError, ValueError):
+        return sys.platform == "linux" and "[never]" not in (settings / "enabled").read_text() and int((settings / "hpage_pmd_size").read_text()) == _SIZE
     return False
 
 

@@ -16,7 +16,8 @@ class MappedFile {
     MappedFile &operator=(const MappedFile &) = delete;
 
     const void *data() const;
-    // After so many seconds, in a thread that nobody waits for. Whoever reads meanwhile reads the same bytes. Ends early where the system has no more memory; once for each file
+    // After so many seconds, in a thread that nobody waits for. Whoever reads meanwhile reads the same bytes. Ends early where the system gives
+    // no memory, or has less than twice of what is left; once for each file
     void move_later(double seconds);
     // Bytes that have been moved
     int64_t moved() const;

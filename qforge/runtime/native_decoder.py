@@ -5,7 +5,10 @@ Bits do not depend on the batch, the cut of a prompt, the place of blocks, or th
 
 from __future__ import annotations
 
+import atexit
 import math
+import threading
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +40,7 @@ def _far_ns() -> float:
 
 
 FAR_NS = _far_ns()
+_LONGEST_STEP_S = 10.0
 # `Sampling` of kernels/include/qforge/sampler.h
 _SAMPLING = np.dtype([("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8"), ("seed", "u8"), ("position", "i8")])
 
@@ -52,6 +56,7 @@ class NativeDecoder:
         native: Any = module()
         spec = model.spec
         self.spec, self._model, self._native = spec, model, native
+        self._at_work = threading.Lock()
         self.batch_invariant = all(part.elsewhere is None for product in model.products() for part in product.parts)
         self._tables = [RopeTable(f.view(np.float32), rope) for f, rope in zip(model.frequencies, dict.fromkeys(spec.layer_ropes), strict=True)]
         try:
@@ -69,13 +74,15 @@ class NativeDecoder:
             bool(spec.experts and spec.experts.normalized), self._embedding(), address(model.norm), layers, self._product(model.head), FAR_NS,
         )  # fmt: skip
         self._reach = 0
+        _DECODERS.add(self)
 
     def step(self, step: StepInput) -> torch.Tensor:
         """See `Runner.step`."""
         import torch
 
         logits = torch.empty(len(step.logit_indices), self.spec.vocab_size)
-        self._decoder.logits(*self._arguments(step), logits.data_ptr())
+        with self._at_work:
+            self._decoder.logits(*self._arguments(step), logits.data_ptr())
         return logits
 
     def choose(self, step: StepInput, draws: list[Draw]) -> list[int]:
@@ -85,9 +92,14 @@ class NativeDecoder:
         if any(d.params.temperature for d in draws):
             rows = [(p.temperature, p.top_k, p.top_p, p.min_p, seed, position) for p, seed, position in draws]
             sampling = np.array(rows, _SAMPLING)
-        self._decoder.choose(*self._arguments(step), 0 if sampling is None else sampling.ctypes.data, chosen.ctypes.data)
+        with self._at_work:
+            self._decoder.choose(*self._arguments(step), 0 if sampling is None else sampling.ctypes.data, chosen.ctypes.data)
         tokens: list[int] = chosen.tolist()
         return tokens
+
+    def end(self) -> None:
+        """Wait for the step that is being computed, but no longer than a step should take; there will be no other one."""
+        self._at_work.acquire(timeout=_LONGEST_STEP_S)
 
     def kernels(self) -> dict[str, int]:
         """See `Runner.kernels`."""
@@ -132,3 +144,13 @@ class NativeDecoder:
             return self._native.Embedding(getattr(self._native.Format, e.format), address(e.table), self.spec.embedding_scale)
         assert head is not None
         return self._native.Embedding(head.view(), address(head.gather), self.spec.embedding_scale)
+
+
+_DECODERS: weakref.WeakSet[NativeDecoder] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A daemon thread that came back from a native call into an interpreter that is gone would take the process down (std::terminate)."""
+    for decoder in list(_DECODERS):
+        decoder.end()

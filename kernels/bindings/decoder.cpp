@@ -1,4 +1,4 @@
-// Python's view of the decoder. Addresses come as integers; qforge/runtime/native_decoder.py keeps what they point to, and checks dtypes and shapes.
+// Python's view of the decoder. Weights come as addresses: qforge/runtime/native_decoder.py keeps what they point to, and checks dtypes and shapes. A step comes as arrays.
 #include "decoder.h"
 
 #include <nanobind/stl/function.h>
@@ -20,11 +20,38 @@ T *pointer(uintptr_t address) {
     return reinterpret_cast<T *>(address);
 }
 
-Step step_of(uintptr_t tokens, uintptr_t positions, uintptr_t slots, uintptr_t tables, uintptr_t starts, uintptr_t wanted, int64_t rows, int64_t sequences, int64_t table_stride,
-             int64_t num_wanted) {
-    return {pointer<const int64_t>(tokens), pointer<const int64_t>(positions), pointer<const int64_t>(slots), pointer<const int32_t>(tables), pointer<const int32_t>(starts),
-            pointer<const int64_t>(wanted), rows, sequences, table_stride, num_wanted};
-}
+// What an array has in memory, as long as this lives; asked for as a buffer, since numpy's `ctypes.data` takes 5 us after a step that has used up the caches
+template <typename T>
+class Numbers {
+  public:
+    explicit Numbers(nb::handle array) {
+        if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_ND)) throw nb::python_error();
+        if (view_.itemsize == sizeof(T) && view_.ndim == 1) return;
+        PyBuffer_Release(&view_);
+        throw std::invalid_argument("an array of a step has numbers of another size, or dimensions");
+    }
+    ~Numbers() { PyBuffer_Release(&view_); }
+    Numbers(const Numbers &) = delete;
+
+    const T *data() const { return static_cast<const T *>(view_.buf); }
+    int64_t size() const { return view_.shape[0]; }
+
+  private:
+    Py_buffer view_;
+};
+
+struct Arrays {
+    Numbers<int64_t> tokens, positions, slots;
+    Numbers<int32_t> tables, starts;
+    Numbers<int64_t> wanted;
+
+    Arrays(nb::handle of_tokens, nb::handle of_positions, nb::handle of_slots, nb::handle of_tables, nb::handle of_starts, nb::handle of_wanted)
+        : tokens(of_tokens), positions(of_positions), slots(of_slots), tables(of_tables), starts(of_starts), wanted(of_wanted) {
+        if (positions.size() != tokens.size() || slots.size() != tokens.size() || sequences() < 1 || tables.size() % sequences()) throw std::invalid_argument("arrays of a step do not fit each other");
+    }
+    Step step() const { return {tokens.data(), positions.data(), slots.data(), tables.data(), starts.data(), wanted.data(), tokens.size(), sequences(), tables.size() / sequences(), wanted.size()}; }
+    int64_t sequences() const { return starts.size() - 1; }
+};
 
 }  // namespace
 
@@ -92,19 +119,24 @@ void bind_decoder(nb::module_ &m) {
             nb::arg("tables"))
         .def(
             "logits",
-            [](Decoder &self, uintptr_t tokens, uintptr_t positions, uintptr_t slots, uintptr_t tables, uintptr_t starts, uintptr_t wanted, int64_t rows, int64_t sequences,
-               int64_t table_stride, int64_t num_wanted, uintptr_t logits) {
-                self.logits(step_of(tokens, positions, slots, tables, starts, wanted, rows, sequences, table_stride, num_wanted), pointer<float>(logits));
+            [](Decoder &self, nb::handle tokens, nb::handle positions, nb::handle slots, nb::handle tables, nb::handle starts, nb::handle wanted, uintptr_t logits) {
+                const Arrays arrays(tokens, positions, slots, tables, starts, wanted);
+                const nb::gil_scoped_release released;
+                self.logits(arrays.step(), pointer<float>(logits));
             },
-            nb::call_guard<nb::gil_scoped_release>(), "Logits [wanted, vocabulary] fp32 of a step's wanted rows.")
+            "Logits [wanted, vocabulary] fp32 of a step's wanted rows.")
         .def(
             "choose",
-            [](Decoder &self, uintptr_t tokens, uintptr_t positions, uintptr_t slots, uintptr_t tables, uintptr_t starts, uintptr_t wanted, int64_t rows, int64_t sequences,
-               int64_t table_stride, int64_t num_wanted, uintptr_t sampling, uintptr_t chosen) {
-                self.choose(step_of(tokens, positions, slots, tables, starts, wanted, rows, sequences, table_stride, num_wanted), pointer<const Sampling>(sampling),
-                            pointer<int64_t>(chosen));
+            [](Decoder &self, nb::handle tokens, nb::handle positions, nb::handle slots, nb::handle tables, nb::handle starts, nb::handle wanted, uintptr_t sampling) {
+                const Arrays arrays(tokens, positions, slots, tables, starts, wanted);
+                std::vector<int64_t> chosen(static_cast<size_t>(arrays.wanted.size()));
+                {
+                    const nb::gil_scoped_release released;
+                    self.choose(arrays.step(), pointer<const Sampling>(sampling), chosen.data());
+                }
+                return chosen;
             },
-            nb::call_guard<nb::gil_scoped_release>(), "The next token [wanted] int64 of each wanted row; sampling: records of sampler.h, or 0 for the most likely tokens.");
+            "The next token of each wanted row; sampling: records of sampler.h, or 0 for the most likely tokens.");
     m.def("uniform", &uniform, nb::arg("seed"), nb::arg("position"), "A number in [0, 1) that is a function of both.");
     m.def(
         "draw",

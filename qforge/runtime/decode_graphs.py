@@ -8,6 +8,7 @@ Letters: B rows of a recorded step, S sequences, M blocks of a sequence, V vocab
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -100,7 +101,8 @@ class DecodeGraphs:
         recorded = self._steps[next(n for n in self.sizes if n >= count)]
         values = [step.tokens, step.positions, step.slot_mapping, step.context_lens]
         recorded.rows.copy_(torch.from_numpy(_padded(recorded.rows.shape[1], values)))
-        self._tables[:count, : step.block_tables.shape[1]].copy_(torch.from_numpy(step.block_tables))
+        tables = torch.from_numpy(np.asarray(step.block_tables)).view(count, -1)
+        self._tables[:count, : tables.shape[1]].copy_(tables)
         recorded.graph.replay()
         return self._logits[:count]
 
@@ -115,7 +117,7 @@ class DecodeGraphs:
         return run
 
 
-def _padded(size: int, values: list[np.ndarray]) -> np.ndarray:
+def _padded(size: int, values: list[array[int]]) -> np.ndarray:
     """`[4, B]` int64: the rows of a step, then rows that write nothing."""
     rows = np.empty((4, size), np.int64)
     rows[:] = np.array([0, 0, -1, 1])[:, None]

@@ -6,6 +6,7 @@ Letters: T tokens of a step, L rows whose logits are wanted, V vocabulary, W hid
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from qforge.models.spec import FAMILIES
@@ -49,15 +50,17 @@ class Decoder:
     @torch.inference_mode()
     def step(self, step: StepInput) -> torch.Tensor:
         """See `Runner.step`."""
-        batch = Batch(*(torch.from_numpy(a) for a in (step.positions, step.slot_mapping, step.block_tables, step.query_starts)))
-        reach = int(step.context_lens.max())
-        x = self._weights.head.embed(torch.from_numpy(step.tokens))
+        tokens, positions, slots, tables, starts, wanted = (
+            torch.from_numpy(np.asarray(a)) for a in (step.tokens, step.positions, step.slot_mapping, step.block_tables, step.query_starts, step.logit_indices)
+        )
+        batch, reach = Batch(positions, slots, tables.view(len(step.context_lens), -1), starts), max(step.context_lens)
+        x = self._weights.head.embed(tokens)
         if self.spec.embedding_scale != 1.0:
             x = x * torch.tensor(self.spec.embedding_scale)
         for layer, cache in zip(self._weights.layers, self._caches, strict=True):
             cosines, sines = self._ropes[layer.rope].upto(reach)
             x = self._layer(x, layer, cache, (torch.from_numpy(cosines), torch.from_numpy(sines)), batch)
-        x = x[torch.from_numpy(step.logit_indices)]
+        x = x[wanted]
         return self._weights.head.logits(self._ops.norm(x, self._weights.norm, self.spec.norm_eps))
 
     def choose(self, step: StepInput, draws: list[Draw]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from qforge.errors import DataError, ModelError, NotOnRuntimeError
@@ -161,14 +162,14 @@ class Engine:
 
             return logprobs.choose(self._runner, step, pieces, draws)
         found = iter(self._runner.choose(step, draws))
-        return [(p, [next(found) for _ in range(p.stop, p.end + 1)], None) for p in ready]
+        return [(p, list(islice(found, 1 + len(p.draft))), None) for p in ready]
 
     def _accept(self, piece: Piece, found: list[int], told: Logprobs | None) -> list[int]:
         """Of the tokens found after a sequence's last one and after each guess, those up to the first that differs from the next guess."""
         sequence, draft = piece.sequence, piece.draft
         if sequence.finish_reason is not None:
             return []  # cancelled by a signal's handler, while it was computed
-        right = next((i for i, token in enumerate(draft) if token != found[i]), len(draft))
+        right = next((i for i, token in enumerate(draft) if token != found[i]), len(draft)) if draft else 0
         if min(found[: right + 1]) < 0:
             raise ModelError(
                 "the model's logits are not finite: its weights are damaged (`qforge inspect --check` tells), or its activations overflow; another kind of activations may not"
@@ -181,7 +182,8 @@ class Engine:
             if sequence.finish_reason is not None:
                 self._lookups.pop(sequence.id, None)
                 return found[:count]
-        self.scheduler.keep(piece, right)
+        if draft:
+            self.scheduler.keep(piece, right)
         return found[: right + 1]
 
     def _finish_if_done(self, sequence: Sequence, token: int) -> None:

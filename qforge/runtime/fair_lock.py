@@ -22,7 +22,8 @@ class FairLock:
             if self._owner != me:
                 number, self._given = self._given, self._given + 1
                 try:
-                    self._changed.wait_for(lambda: self._served == number)
+                    while self._served != number:
+                        self._changed.wait()
                 except BaseException:  # an interrupt, which must not leave a turn that nobody takes
                     self._left.add(number)
                     if self._served == number:
@@ -43,4 +44,5 @@ class FairLock:
         while self._served in self._left:
             self._left.remove(self._served)
             self._served += 1
-        self._changed.notify_all()
+        if self._served != self._given:
+            self._changed.notify_all()

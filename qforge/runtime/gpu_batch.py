@@ -42,8 +42,8 @@ class GpuBatch:
 def moved(step: StepInput, device: torch.device) -> GpuBatch:
     """A step on the device."""
     rows = torch.from_numpy(np.stack((step.tokens, step.positions, step.slot_mapping))).to(device)
-    starts, tables = (torch.from_numpy(a).to(device) for a in (step.query_starts, step.block_tables))
-    lengths = torch.from_numpy(step.context_lens.astype(np.int32)).to(device)
-    wanted = None if len(step.logit_indices) == len(step.tokens) else torch.from_numpy(step.logit_indices).to(device)
-    longest, context = int(np.diff(step.query_starts).max()), int(step.context_lens.max())
-    return GpuBatch(rows[0], rows[1].int(), rows[2], tables, starts, lengths, wanted, longest, context)
+    starts, tables = (torch.from_numpy(np.asarray(a)).to(device) for a in (step.query_starts, step.block_tables))
+    lengths = torch.from_numpy(np.asarray(step.context_lens, np.int32)).to(device)
+    wanted = None if len(step.logit_indices) == len(step.tokens) else torch.from_numpy(np.asarray(step.logit_indices)).to(device)
+    longest, context = int(np.diff(step.query_starts).max()), max(step.context_lens)
+    return GpuBatch(rows[0], rows[1].int(), rows[2], tables.view(len(step.context_lens), -1), starts, lengths, wanted, longest, context)

@@ -9,6 +9,7 @@ import atexit
 import math
 import threading
 import weakref
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,14 +88,12 @@ class NativeDecoder:
 
     def choose(self, step: StepInput, draws: list[Draw]) -> list[int]:
         """See `Runner.choose`."""
-        chosen = np.empty(len(step.logit_indices), np.int64)
         sampling = None
         if any(d.params.temperature for d in draws):
             rows = [(p.temperature, p.top_k, p.top_p, p.min_p, seed, position) for p, seed, position in draws]
             sampling = np.array(rows, _SAMPLING)
         with self._at_work:
-            self._decoder.choose(*self._arguments(step), 0 if sampling is None else sampling.ctypes.data, chosen.ctypes.data)
-        tokens: list[int] = chosen.tolist()
+            tokens: list[int] = self._decoder.choose(*self._arguments(step), 0 if sampling is None else sampling.ctypes.data)
         return tokens
 
     def end(self) -> None:
@@ -109,14 +108,13 @@ class NativeDecoder:
         """See `Runner.weight_bytes`."""
         return self._model.nbytes()
 
-    def _arguments(self, step: StepInput) -> tuple[int, ...]:
-        reach = max(step.context_lens.tolist())
+    def _arguments(self, step: StepInput) -> tuple[array[int], ...]:
+        reach = max(step.context_lens)
         if reach > self._reach:
             tables = [table.upto(reach) for table in self._tables]
             self._decoder.set_ropes([(cosines.ctypes.data, sines.ctypes.data) for cosines, sines in tables])
             self._reach = min(len(cosines) for cosines, _ in tables)
-        arrays = (step.tokens, step.positions, step.slot_mapping, step.block_tables, step.query_starts, step.logit_indices)
-        return *(a.ctypes.data for a in arrays), len(step.tokens), len(step.context_lens), step.block_tables.shape[1], len(step.logit_indices)
+        return step.tokens, step.positions, step.slot_mapping, step.block_tables, step.query_starts, step.logit_indices
 
     def _layer(self, index: int, layer: NativeLayer) -> Any:
         spec = self.spec

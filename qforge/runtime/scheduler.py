@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from qforge.errors import DataError
 from qforge.runtime import prefixes
@@ -20,8 +20,7 @@ _LEFT = 4  # prompts longer than a step leave the fourth part of it to shorter o
 _LOGITS = 128  # prompt tokens of a step whose logits are wanted: each has the size of the vocabulary
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Tokens `[start, stop)` of one sequence, to be computed in this step, and guesses at what comes after its last one."""
 
     sequence: Sequence
@@ -117,7 +116,7 @@ class Scheduler:
         """
         step = _Step(self._max_step_tokens)
         for sequence in list(self.running):
-            if sequence in self.running:  # an older one may have preempted it just now
+            if sequence.block_table or sequence in self.running:  # an older one may have preempted it just now, and it holds nothing then
                 self._join(step, sequence)
         while step.left and self.waiting and len(self.running) < self._max_num_seqs and self._enter(self.waiting[0]):
             self.running.append(self.waiting.popleft())
@@ -204,6 +203,8 @@ class Scheduler:
     def _with_draft(self, piece: Piece, guess: Guess, budget: int) -> Piece:
         sequence = piece.sequence
         draft = guess(sequence, min(budget, sequence.limit - len(sequence.tokens) - 1), self._max_step_tokens - budget)
+        if not draft:
+            return piece
         more = self._blocks_for(piece.stop + len(draft)) - len(sequence.block_table)
         if more > 0:
             sequence.block_table += self.pool.allocate(more) or []

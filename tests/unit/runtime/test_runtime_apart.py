@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from array import array
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -41,7 +42,15 @@ def step(seed: int, rows_of: list[int], wanted: list[int], reach: int = REACH) -
     slots = np.concatenate([tables[s][positions[a:b] // BLOCK] * BLOCK + positions[a:b] % BLOCK for s, (a, b) in enumerate(pairwise(starts))]).astype(np.int64)
     lens = (positions[starts[1:] - 1] + 1).astype(np.int32)
     tokens = rng.integers(0, 100, len(positions)).astype(np.int64)
-    return StepInput(tokens=tokens, positions=positions, slot_mapping=slots, block_tables=tables, context_lens=lens, query_starts=starts, logit_indices=np.array(wanted, np.int64))
+    return StepInput(longs(tokens), longs(positions), longs(slots), ints(tables), ints(starts), longs(lens), array("q", wanted))
+
+
+def longs(values: np.ndarray) -> array[int]:
+    return array("q", values.tolist())
+
+
+def ints(values: np.ndarray) -> array[int]:
+    return array("i", values.ravel().tolist())
 
 
 CASES: dict[str, tuple[int, list[int], bool]] = {  # threads, rows of sequences, whether threads have enough of their own
@@ -127,7 +136,7 @@ def test_after_an_uneven_step_threads_help_each_other() -> None:
     tables[:4, 0], tables[4:] = range(4), 4 + np.arange(4 * 512).reshape(4, 512)
     positions = np.array([0] * 4 + [BLOCK * 512 - 1] * 4, np.int64)
     slots = np.array([BLOCK * t[p // BLOCK] + p % BLOCK for t, p in zip(tables, positions, strict=True)], np.int64)
-    given = replace(given, positions=positions, slot_mapping=slots, block_tables=tables, context_lens=positions + 1)
+    given = replace(given, positions=longs(positions), slot_mapping=longs(slots), block_tables=ints(tables), context_lens=longs(positions + 1))
     gaps: list[int] = []  # steps from each one that was apart to the next
     steps, end = 0, time.monotonic() + 60
     while max(gaps, default=0) <= 16 and len(gaps) < 200 and time.monotonic() < end:

@@ -54,13 +54,13 @@ def test_one_thread_at_a_time_has_it_and_may_have_it_twice() -> None:
 def test_whoever_is_interrupted_while_waiting_leaves_the_turn_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = FairLock()
 
-    def interrupted(_: object) -> None:
+    def interrupted() -> None:
         raise KeyboardInterrupt
 
     taken = threading.Event()
     with lock:
         with monkeypatch.context() as patch:
-            patch.setattr(lock._changed, "wait_for", interrupted)
+            patch.setattr(lock._changed, "wait", interrupted)
             lock._owner, owner = None, lock._owner  # as another thread sees it
             with pytest.raises(KeyboardInterrupt):
                 lock.__enter__()

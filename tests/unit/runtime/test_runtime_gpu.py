@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import weakref
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,7 +72,8 @@ def steps(contexts: list[int], tables: np.ndarray, block_size: int, seed: int) -
     slots = tables[np.arange(len(lens)), (lens - 1) // block_size].astype(np.int64) * block_size + (lens - 1) % block_size
     tokens = np.random.default_rng(seed).integers(0, 50, len(lens))
     used = -(-int(lens.max()) // block_size)
-    return StepInput(tokens, lens - 1, slots, np.ascontiguousarray(tables[:, :used]), np.arange(len(lens) + 1, dtype=np.int32), lens, np.arange(len(lens)))
+    longs = [array("q", a.tolist()) for a in (tokens, lens - 1, slots, lens, np.arange(len(lens)))]
+    return StepInput(*longs[:3], array("i", tables[:, :used].ravel().tolist()), array("i", range(len(lens) + 1)), *longs[3:])
 
 
 @settings(max_examples=40, deadline=None)
@@ -120,7 +122,7 @@ def test_only_decode_steps_that_fit_are_recorded() -> None:
     wide = steps([3, 7, 2], np.arange(9, dtype=np.int32).reshape(3, 3), 4, 0)
     assert graphs.logits(wide) is None
     cut = StepInput(
-        one.tokens, one.positions, one.slot_mapping, one.block_tables, one.query_starts, one.context_lens, np.array([1])
+        one.tokens, one.positions, one.slot_mapping, one.block_tables, one.query_starts, one.context_lens, array("q", [1])
     )  # a piece of a prompt: its logits are not wanted
     assert graphs.logits(cut) is None
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
+
 import pytest
+from runtime_models import model
 
 from qforge.errors import DataError
+from qforge.runtime import LLM
 from qforge.runtime.blocks import BlockPool
 from qforge.runtime.scheduler import Piece, Scheduler
-from qforge.runtime.sequence import FinishReason, SamplingParams, Sequence
+from qforge.runtime.sequence import Draw, FinishReason, SamplingParams, Sequence
 from qforge.runtime.step import build_step
 
 
@@ -22,7 +27,7 @@ def test_a_step_is_flat() -> None:
     assert step.tokens.tolist() == [114, 115, 116, 117, 100, 101, 102]
     assert step.positions.tolist() == [14, 15, 16, 17, 0, 1, 2]
     assert step.slot_mapping.tolist() == [94, 95, 32, 33, 112, 113, 114]
-    assert step.block_tables.tolist() == [[5, 2], [7, 0]]
+    assert step.block_tables.tolist() == [5, 2, 7, 0]
     assert step.query_starts.tolist() == [0, 4, 7]
     assert step.context_lens.tolist() == [18, 3]
     assert step.logit_indices.tolist() == [6]
@@ -30,6 +35,28 @@ def test_a_step_is_flat() -> None:
     step = build_step([Piece(a, 17, 20, (7, 7)), Piece(b, 0, 2)], 16)
     assert step.logit_indices.tolist() == [2, 3, 4, 5, 6]
     assert build_step([Piece(b, 2, 3)], 16).logit_indices.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"positions": array("q", [0, 1])},
+        {"slot_mapping": array("q")},
+        {"query_starts": array("i", [0])},
+        {"query_starts": array("i", [0, 2, 3])},
+        {"tokens": array("i", [1, 2, 3])},
+    ],
+    ids=["positions", "slots", "no sequence", "blocks of half a sequence", "words of 32 bits"],
+)
+def test_arrays_that_do_not_fit_each_other_are_refused(changed: dict[str, array[int]]) -> None:
+    llm = LLM(model("llama"), num_blocks=4)
+    sequence = _sequence(0, 3)
+    sequence.block_table = [0]
+    step = build_step([Piece(sequence, 0, 3)], 16)
+    draws = [Draw(sequence.params, 0, 3)]
+    assert len(llm.runner.choose(step, draws)) == 1
+    with pytest.raises(ValueError, match="of a step"):
+        llm.runner.choose(replace(step, **changed), draws)
 
 
 def _places(pieces: list[Piece]) -> list[tuple[int, int, int]]:

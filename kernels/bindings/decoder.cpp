@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 
 #include "qforge/decoder.h"
@@ -25,10 +26,10 @@ template <typename T>
 class Numbers {
   public:
     explicit Numbers(nb::handle array) {
-        if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_ND)) throw nb::python_error();
-        if (view_.itemsize == sizeof(T) && view_.ndim == 1) return;
+        if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_ND | PyBUF_FORMAT)) throw nb::python_error();
+        if (view_.itemsize == sizeof(T) && view_.ndim == 1 && std::strchr("ilq", *view_.format)) return;
         PyBuffer_Release(&view_);
-        throw std::invalid_argument("an array of a step has numbers of another size, or dimensions");
+        throw std::invalid_argument("an array of a step has other numbers, or dimensions");
     }
     ~Numbers() { PyBuffer_Release(&view_); }
     Numbers(const Numbers &) = delete;

@@ -101,7 +101,8 @@ def _refine_codes(q: QuantizedLinear, gradient: torch.Tensor, hessian: torch.Ten
     change = native.refine_columns if native.runs(q.scheme) else _refine_columns
     for start in range(0, q.in_features, COLUMNS):
         here = slice(start, start + COLUMNS)
-        curvature, slopes_nO, scales_nO = hessian[here, here].contiguous(), gradient[:, here].T.contiguous(), by_group[group[here].long()]
+        curvature, scales_nO = hessian[here, here].contiguous(), by_group[group[here].long()]
+        slopes_nO = gradient[:, here].T.clone(memory_format=torch.contiguous_format)  # of one output, contiguous() would be the gradient itself
         moved_nO = torch.zeros_like(slopes_nO)
         for rows, below in _tiles(q.out_features):
             codes = q.codes[rows, here].T.clone(memory_format=torch.contiguous_format)

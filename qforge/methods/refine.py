@@ -107,17 +107,19 @@ def _scale_change(steps: torch.Tensor, slopes: torch.Tensor, curvature: torch.Te
 def _sweep(hessian: torch.Tensor, gradient: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, group: torch.Tensor, scheme: Scheme) -> None:
     """What `native.refine_codes` does, all rows at once, column by column, for every scheme: the nearest code is the best one."""
     strengths, of_column, one = hessian.diagonal().tolist(), group.tolist(), torch.ones(())  # nothing in the loop waits for a card
+    scales_CO = scales.T.contiguous()
     for start in range(0, codes.shape[1], COLUMNS):
         here = slice(start, start + COLUMNS)
-        curvature, slopes = hessian[here, here], gradient[:, here].clone()
-        moved = torch.zeros_like(slopes)
-        for j in range(slopes.shape[1]):
+        curvature, codes_IO = hessian[here, here], codes[:, here].T.contiguous()
+        slopes_IO = gradient[:, here].T.clone(memory_format=torch.contiguous_format)  # of one row, contiguous() would be the gradient itself
+        steps_IO, moved_IO = _steps_of(codes_IO, scheme), torch.zeros_like(slopes_IO)
+        for j in range(len(slopes_IO)):
             column = start + j
             if strengths[column] <= 0:
                 continue
-            scale, old = scales[:, of_column[column]], _steps_of(codes[:, column], scheme)
-            new = numerics.encode(old + slopes[:, j] / (strengths[column] * scale), one, None, scheme)
-            moved[:, j] = (_steps_of(new, scheme) - old) * scale
-            slopes.addr_(moved[:, j], curvature[j], alpha=-1)
-            codes[:, column] = new
-        gradient.addmm_(moved, hessian[here], alpha=-1)
+            scale_O, old_O = scales_CO[of_column[column]], steps_IO[j]
+            codes_IO[j] = numerics.encode(old_O + slopes_IO[j] / (strengths[column] * scale_O), one, None, scheme)
+            torch.mul(numerics.decode(codes_IO[j], one, None, scheme) - old_O, scale_O, out=moved_IO[j])
+            slopes_IO[j + 1 :].addr_(curvature[j, j + 1 :], moved_IO[j], alpha=-1)
+        codes[:, here] = codes_IO.T
+        gradient.addmm_(moved_IO.T.contiguous(), hessian[here], alpha=-1)

@@ -182,8 +182,7 @@ class Engine:
             if sequence.finish_reason is not None:
                 self._lookups.pop(sequence.id, None)
                 return found[:count]
-        if draft:
-            self.scheduler.keep(piece, right)
+        self.scheduler.keep(piece, right)
         return found[: right + 1]
 
     def _finish_if_done(self, sequence: Sequence, token: int) -> None:

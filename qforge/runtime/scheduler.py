@@ -142,8 +142,9 @@ class Scheduler:
         sequence = piece.sequence
         sequence.computed += right
         needed = self._blocks_for(len(sequence.tokens))
-        self.pool.release(sequence.block_table[needed:])
-        del sequence.block_table[needed:]
+        if len(sequence.block_table) > needed:
+            self.pool.release(sequence.block_table[needed:])
+            del sequence.block_table[needed:]
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Take out a running sequence that has ended, and free its blocks."""

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from qforge.runtime.scheduler import Piece
 from qforge.runtime.sequence import Draw
-from qforge.types import ModelSpec
 
 if TYPE_CHECKING:
     import torch
+
+    from qforge.types import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)

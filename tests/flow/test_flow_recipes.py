@@ -52,7 +52,7 @@ def test_the_demo_passes_its_gates_and_plain_rounding_does_not(tmp_path: Path) -
 @pytest.mark.parametrize("recipe", sorted(p.name for p in (ROOT / "recipes").glob("*.yaml") if p.name not in ("demo.yaml", "gguf-k.yaml", "sweep.yaml")))
 def test_every_other_shipped_recipe_passes(recipe: str, tmp_path: Path) -> None:
     calibrated = "calibration" in yaml.safe_load((ROOT / "recipes" / recipe).read_text())
-    code, results = run(recipe, tmp_path / "out", "--set", f"evaluate.text={part(tmp_path)}", *(["--set", f"calibration.samples={SAMPLES}"] if calibrated else []))
+    code, results = run(recipe, tmp_path / "out", "--set", f"evaluate.text={part(tmp_path, 12)}", *(["--set", f"calibration.samples={SAMPLES}"] if calibrated else []))
     assert code == 0
     assert results["gates"]
     if recipe == "engines.yaml":

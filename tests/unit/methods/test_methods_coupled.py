@@ -1,6 +1,7 @@
 """Descent with outputs weighed against each other, against dense fp64 formulations and brute force."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,6 +74,20 @@ def test_more_than_one_run_of_columns_is_pushed_on() -> None:
     in_one.undo()
     assert error(weight, refined, hessian, outputs) == pytest.approx(error(weight, whole, hessian, outputs), rel=1e-2)
     assert (refined.codes != whole.codes).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("by_native", [True, False])
+@pytest.mark.parametrize("text", ["int4-g16-sym", "int4-channel-sym"])
+def test_an_output_alone_becomes_what_it_becomes_beside_one_that_has_nothing_to_do_with_it(text: str, by_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not by_native:
+        monkeypatch.setattr(native, "runs", lambda scheme: False)
+    weight, q, hessian, _ = problem(5, parse(text), 2, 272)
+    both = coupled.refine(weight, q, hessian, torch.eye(2), 2)
+    for row in range(2):
+        here = slice(row, row + 1)
+        one = coupled.refine(weight[here], replace(q, codes=q.codes[here], scales=q.scales[here]), hessian, torch.ones(1, 1), 2)
+        of_both = error(weight[here], replace(both, codes=both.codes[here], scales=both.scales[here]), hessian, torch.ones(1, 1))
+        assert error(weight[here], one, hessian, torch.ones(1, 1)) == pytest.approx(of_both, rel=1e-2)
 
 
 def test_outputs_that_count_alike_give_the_plain_descents_optimum() -> None:

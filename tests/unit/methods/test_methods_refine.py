@@ -67,6 +67,18 @@ def test_native_equals_torch(text: str, monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(error(weight, fast, hessian).sum(), error(weight, plain, hessian).sum(), rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("text", SCHEMES + FLOATS)
+@pytest.mark.parametrize("by_native", [True, False])
+def test_a_row_alone_becomes_what_it_becomes_beside_others(text: str, by_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not by_native:
+        monkeypatch.setattr(native, "runs", lambda scheme: False)
+    weight, hessian = problem(7, out_features=4, in_features=288)
+    whole = error(weight, refine.refine(weight, rounded(weight, text), hessian, 2), hessian)
+    for row in range(4):
+        one = weight[row : row + 1]
+        torch.testing.assert_close(error(one, refine.refine(one, rounded(one, text), hessian, 2), hessian), whole[row : row + 1], rtol=1e-2, atol=0)  # sums in another order
+
+
 @pytest.mark.parametrize(("text", "possible"), [("int4-g16-sym", range(-8, 8)), ("nf4-g16", range(16)), ("fp8-e4m3-channel", [*range(0x7F), *range(0x80, 0xFF)])])
 def test_every_code_is_the_best_one_given_the_others(text: str, possible: Sequence[int]) -> None:
     weight, hessian = problem(5, out_features=3, in_features=16)

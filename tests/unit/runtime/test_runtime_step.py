@@ -45,8 +45,9 @@ def test_a_step_is_flat() -> None:
         {"query_starts": array("i", [0])},
         {"query_starts": array("i", [0, 2, 3])},
         {"tokens": array("i", [1, 2, 3])},
+        {"tokens": array("d", [1, 2, 3])},
     ],
-    ids=["positions", "slots", "no sequence", "blocks of half a sequence", "words of 32 bits"],
+    ids=["positions", "slots", "no sequence", "blocks of half a sequence", "words of 32 bits", "floats"],
 )
 def test_arrays_that_do_not_fit_each_other_are_refused(changed: dict[str, array[int]]) -> None:
     llm = LLM(model("llama"), num_blocks=4)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.5  # between looks whether a client is still there
 _MOST_BYTES = 8 << 20  # of a body
+Answer = Callable[[Request], Awaitable[Response]]
 
 
 class Refused(Exception):
@@ -51,18 +53,20 @@ class Server:
     Args:
         name: by which clients call it.
         other: another name that they may use.
+        key: what they have to send for what is below /v1 (`Authorization: Bearer KEY`).
     """
 
-    def __init__(self, llm: LLM, name: str, other: str | None = None) -> None:
+    def __init__(self, llm: LLM, name: str, other: str | None = None, *, key: bytes | None = None) -> None:
         self._llm, self._name, self._names, self._began = llm, name, (name, other), int(time.time())
+        self._key = key
         self._loop: asyncio.AbstractEventLoop | None = None
         self._worker = Worker(llm.engine(), self._call, lambda ticket, reason: self._metrics.ended(ticket, reason))
         self._metrics = Metrics(self._worker.counts)
         routes = [
-            Route("/v1/completions", self._completions, methods=["POST"]),
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/models", self._models),
-            Route("/v1/models/{name:path}", self._model),
+            Route("/v1/completions", self._with_key(self._completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._with_key(self._chat), methods=["POST"]),
+            Route("/v1/models", self._with_key(self._models)),
+            Route("/v1/models/{name:path}", self._with_key(self._model)),
             Route("/health", self._health),
             Route("/metrics", self._figures),
         ]
@@ -86,6 +90,17 @@ class Server:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server is ending
             assert self._loop is not None
             self._loop.call_soon_threadsafe(deliveries)
+
+    def _with_key(self, answer: Answer) -> Answer:
+        """The same for those who have the key, before anything else is read of what they send."""
+
+        async def run(request: Request) -> Response:
+            given = request.headers.get("authorization", "").partition(" ")
+            if self._key is not None and not (given[0].lower() == "bearer" and hmac.compare_digest(given[2].strip().encode(), self._key)):
+                raise Refused(HTTPStatus.UNAUTHORIZED, "the server's key is missing or another; send it as `Authorization: Bearer KEY`")
+            return await answer(request)
+
+        return run
 
     async def _completions(self, request: Request) -> Response:
         began, asked = time.monotonic(), await self._read(request, Completion)
@@ -204,7 +219,8 @@ class Server:
         assert isinstance(error, Refused)
         if not isinstance(error, Failed) and request.method == "POST":
             self._metrics.refused()
-        return JSONResponse(_error(error.status, str(error)), error.status)
+        headers = {"WWW-Authenticate": "Bearer"} if error.status == HTTPStatus.UNAUTHORIZED else None
+        return JSONResponse(_error(error.status, str(error)), error.status, headers=headers)
 
 
 class _Completions:

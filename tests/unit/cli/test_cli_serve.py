@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import signal
 import socket
@@ -17,28 +19,31 @@ import tiny
 from click.testing import CliRunner
 
 from qforge.cli import serve_command
-from qforge.errors import MissingCapabilityError, UnsupportedError
+from qforge.errors import DataError, MissingCapabilityError, UnsupportedError
 from qforge.files import LOCK
 
 COMMAND = [sys.executable, "-m", "qforge", "serve"]
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
-def test_it_serves_until_it_is_told_to_end(tmp_path: Path, end: signal.Signals) -> None:
+@pytest.mark.parametrize(("end", "key"), [(signal.SIGTERM, None), (signal.SIGINT, "sk-1")])
+def test_it_serves_until_it_is_told_to_end(tmp_path: Path, end: signal.Signals, key: str | None) -> None:
     folder = tiny.make(tmp_path / "small", layers=1)
-    with subprocess.Popen([*COMMAND, str(folder), "--port", "0"], stderr=subprocess.PIPE, text=True) as process:
+    given = {} if key is None else {"QFORGE_API_KEY": key}
+    with subprocess.Popen([*COMMAND, str(folder), "--port", "0"], stderr=subprocess.PIPE, text=True, env={**os.environ, **given}) as process:
         assert process.stderr is not None
         watch = threading.Timer(120, process.kill)
         watch.start()
         line = process.stderr.readline()
         found = re.fullmatch(r"small is served on (http://127\.0\.0\.1:\d+/v1)\n", line)
         assert found, line + process.stderr.read()
-        answer = httpx.post(f"{found[1]}/completions", json={"model": "small", "prompt": "a", "max_tokens": 3, "temperature": 0}, timeout=60)
+        assert httpx.get(f"{found[1]}/models").status_code == (401 if key else 200)
+        ask = functools.partial(httpx.post, f"{found[1]}/completions", headers={"Authorization": f"Bearer {key}"}, timeout=60)
+        answer = ask(json={"model": "small", "prompt": "a", "max_tokens": 3, "temperature": 0})
         assert answer.json()["usage"]["completion_tokens"] == 3
-        assert httpx.post(f"{found[1]}/completions", json={"model": str(folder), "prompt": "a", "max_tokens": 1}, timeout=60).status_code == 200
+        assert ask(json={"model": str(folder), "prompt": "a", "max_tokens": 1}).status_code == 200
         answers: list[httpx.Response] = []
         body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "n": 128}  # more than is done before it is told to end
-        asks = threading.Thread(target=lambda: answers.append(httpx.post(f"{found[1]}/completions", json=body, timeout=60)))
+        asks = threading.Thread(target=lambda: answers.append(ask(json=body)))
         asks.start()
         metrics = found[1].replace("/v1", "/metrics")
         while "qforge_requests_running 0.0" in httpx.get(metrics).text:
@@ -51,6 +56,14 @@ def test_it_serves_until_it_is_told_to_end(tmp_path: Path, end: signal.Signals) 
         asks.join(30)
         assert answers[0].status_code == 503
         watch.cancel()
+
+
+@pytest.mark.parametrize("key", ["", "two words", "sk-\u00fc"])
+def test_a_key_that_no_header_can_have_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QFORGE_API_KEY", key)
+    done = CliRunner().invoke(serve_command.command, ["demo"])
+    assert isinstance(done.exception, DataError)
+    assert "QFORGE_API_KEY" in str(done.exception)
 
 
 def test_a_model_is_called_after_its_folder_or_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

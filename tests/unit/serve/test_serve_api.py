@@ -38,8 +38,8 @@ def served(folder: Path) -> Iterator[str]:
 class running:
     """A server in a thread, on a port that is free."""
 
-    def __init__(self, llm: LLM) -> None:
-        self.app, self.socket = Server(llm, "tiny"), bind("127.0.0.1", 0)
+    def __init__(self, llm: LLM, key: bytes | None = None) -> None:
+        self.app, self.socket = Server(llm, "tiny", key=key), bind("127.0.0.1", 0)
         self.server = server_of(self.app.app, self.app.stop)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
 
@@ -287,6 +287,28 @@ def test_models_health_and_metrics(served: str, client: openai.OpenAI) -> None:
     assert (grown['qforge_requests_total{reason="length"}'], grown["qforge_prompt_tokens_total"], grown["qforge_generated_tokens_total"]) == (1, 3, 4)
     assert (grown["qforge_time_to_first_token_seconds_count"], grown["qforge_time_per_output_token_seconds_count"]) == (1, 1)
     assert (after["qforge_requests_running"], after["qforge_requests_waiting"]) == (0, 0)
+
+
+def test_a_server_with_a_key_answers_who_sends_it(folder: Path) -> None:
+    with running(LLM(str(folder)), b"sk-qforge") as url:
+
+        def client(key: str) -> openai.OpenAI:
+            return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+        assert client("sk-qforge").completions.create(model="tiny", prompt="The", max_tokens=2).usage is not None
+        assert [m.id for m in client("sk-qforge").models.list()] == ["tiny"]
+        for wrong in ("sk-qforg", "sk-qforge2"):
+            with pytest.raises(openai.AuthenticationError, match="key is missing or another"):
+                client(wrong).chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
+        assert httpx.get(f"{url}/v1/models", headers={"Authorization": "Bearer sk-qf\u00f6rge".encode()}).status_code == 401
+        for path in ("models", "models/tiny"):
+            assert httpx.get(f"{url}/v1/{path}").status_code == 401
+            assert httpx.get(f"{url}/v1/{path}", headers={"Authorization": "Basic sk-qforge"}).status_code == 401
+        for path in ("completions", "chat/completions"):
+            answer = httpx.post(f"{url}/v1/{path}", content=b"{")
+            assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+            assert httpx.post(f"{url}/v1/{path}", content=b"{", headers={"Authorization": "bearer  sk-qforge"}).status_code == 400
+        assert httpx.get(f"{url}/health").status_code == httpx.get(f"{url}/metrics").status_code == 200
 
 
 def test_seeds_below_zero_and_turns_without_content_are_taken(client: openai.OpenAI, alone: LLM) -> None:

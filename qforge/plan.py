@@ -100,6 +100,8 @@ def make_plan(recipe: Recipe, model: Model, blocks: BlockModel, merged: Model, c
     schemes = list(dict.fromkeys(p.scheme for p in layers if p.scheme is not None))
     options = _options(recipe.quantize.options, schemes)
     check_runs_there(device_of(recipe.run.device), options)
+    if merged.whole is not None:
+        notes.append(f"the model is the language model of a '{merged.whole}' checkpoint; what that has for other than text is left out, and what is written is a text model")
     unread = experts_problem(p.scheme for p in layers if p.name in blocks.experts) if schemes else None
     if unread is not None:
         notes.append(f"transformers 5.23 {unread}, so that it does not run this artifact as it is meant; qforge does, and other programs that follow its quantization_config")

@@ -21,6 +21,7 @@ from qforge.export.inspect_onnx import inspect_onnx
 from qforge.export.inspect_openvino import inspect_openvino
 from qforge.export.provenance import PROVENANCE, read_provenance
 from qforge.files import size_of
+from qforge.models import language_model
 from qforge.models import skeleton as skeletons
 from qforge.models.assets import end_ids
 from qforge.models.config import quantization_of, read_json
@@ -81,7 +82,8 @@ def _directory(path: Path, check: bool) -> dict[str, Any]:
     model = open_model(str(path))
     shards = Shards(find(path))
     parameters = sum(math.prod(model.weights.info(n).shape) for n in model.weights.names())
-    stored = [shards.info(n) for n in shards.names()]
+    held = shards if model.whole is None else language_model.tensors_of(shards, str(path))
+    stored = [held.info(n) for n in held.names()]
     tensor_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in stored)
     linears = [_linear(name, model.schemes[name], weight_shape(model, name)) for name in model.schemes]
     end_ids(path, model.config)  # of generation_config.json
@@ -93,6 +95,7 @@ def _directory(path: Path, check: bool) -> dict[str, Any]:
         "path": str(path),
         "kind": _kind(path),
         "family": model.config.model_type,
+        "whole": model.whole,
         "architectures": list(model.config.architectures or []),
         "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": parameters,
@@ -214,7 +217,8 @@ def _kernels(found: Mapping[str, Any]) -> Iterator[str]:
 
 def summary(found: Mapping[str, Any]) -> Iterator[str]:
     """The lines that a person reads."""
-    yield f"{found['kind']}: {found['family']}, {found['parameters']:,} parameters, {found['size_bytes'] / 1e6:,.1f} MB, {found['bits_per_parameter']:.2f} bits per parameter"
+    family = f"{found['family']} (the language model of {found['whole']})" if found.get("whole") else found["family"]
+    yield f"{found['kind']}: {family}, {found['parameters']:,} parameters, {found['size_bytes'] / 1e6:,.1f} MB, {found['bits_per_parameter']:.2f} bits per parameter"
     if found.get("quantized_bits_per_weight"):
         yield f"quantized:  {found['quantized_fraction']:.1%} of the weights, at {found['quantized_bits_per_weight']:.3f} bits each, scales included"
     if found["schemes"]:

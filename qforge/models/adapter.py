@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from qforge.errors import ModelError
+from qforge.models import language_model
 from qforge.models.adapter_config import AdapterConfig, read_adapter_config
 from qforge.models.names import HEAD
 from qforge.models.shards import Shards
@@ -104,8 +105,8 @@ def read_adapter(source: str, folder: Path, weight: float, skeleton: Skeleton) -
         pickled = "; it holds adapter_model.bin, a pickle, which qforge never loads: save it again with a current peft" if (folder / "adapter_model.bin").exists() else ""
         raise ModelError(f"{folder} has no {WEIGHTS_FILE}{pickled}")
     shards = Shards([path])
-    parts, replaced, resaved = _sorted_by_module(source, shards, skeleton)
-    products = {module: _product(source, config, module, found, skeleton, replaced) for module, found in parts.items()}
+    parts, named, replaced, resaved = _sorted_by_module(source, shards, skeleton)
+    products = {module: _product(source, config, (module, named[module]), found, skeleton, replaced) for module, found in parts.items()}
     if not products and not replaced:
         raise ModelError(f"adapter '{source}' holds no tensors")
     _check_replaced(source, replaced, skeleton)
@@ -119,14 +120,17 @@ def _sha256(folder: Path) -> str:
     return digest("adapter", sha256_file(folder / "adapter_config.json"), sha256_file(folder / WEIGHTS_FILE))
 
 
-def _sorted_by_module(source: str, shards: Shards, skeleton: Skeleton) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor], set[str]]:
-    """Low-rank parts by module and role, tensors given in full by name, and those of the latter that are a low-rank module's base."""
+def _sorted_by_module(source: str, shards: Shards, skeleton: Skeleton) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str], dict[str, torch.Tensor], set[str]]:
+    """Low-rank parts by module and role, what the adapter calls those modules (of a multimodal model, where the base is its language model), tensors given in full by name,
+    and those of the latter that are a low-rank module's base."""
     modules = {name.rpartition(".")[0] for name in skeleton.shapes}
     parts: dict[str, dict[str, torch.Tensor]] = {}
+    named: dict[str, str] = {}
     replaced: dict[str, torch.Tensor] = {}
     resaved, strangers = set(), []
     for key in shards.names():
-        name = key.removeprefix("base_model.model.")
+        stored = key.removeprefix("base_model.model.")
+        name = language_model.alone(stored)
         if not shards.info(key).dtype.is_floating_point:
             raise ModelError(f"adapter '{source}': tensor '{key}' is {shards.info(key).dtype}, where floats are needed; the file is damaged")
         tensor = shards.read(key).float()
@@ -135,6 +139,7 @@ def _sorted_by_module(source: str, shards: Shards, skeleton: Skeleton) -> tuple[
         match = _LORA_KEY.fullmatch(name)
         if match is not None and match["module"] in modules:
             parts.setdefault(match["module"], {})[_ROLES[match["role"].replace(".default", "")]] = tensor
+            named[match["module"]] = stored.removesuffix(name.removeprefix(match["module"]))
             continue
         plain = name.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".")
         if match is None and plain in skeleton.shapes:
@@ -146,10 +151,14 @@ def _sorted_by_module(source: str, shards: Shards, skeleton: Skeleton) -> tuple[
     if strangers:
         known = sorted({m.rpartition(".")[2] for m in modules if m})
         raise ModelError(f"adapter '{source}' does not fit its base: the base has no module for {listed(strangers)}; its modules end in {listed(known, 12)}")
-    return parts, replaced, resaved
+    return parts, named, replaced, resaved
 
 
-def _product(source: str, config: AdapterConfig, module: str, parts: Mapping[str, torch.Tensor], skeleton: Skeleton, replaced: Mapping[str, torch.Tensor]) -> Product:
+def _product(
+    source: str, config: AdapterConfig, module_named: tuple[str, str], parts: Mapping[str, torch.Tensor], skeleton: Skeleton, replaced: Mapping[str, torch.Tensor]
+) -> Product:
+    """`module_named`: a module, and what the adapter calls it, which its config's patterns are for."""
+    module, named = module_named
     embedding = skeleton.kinds.get(module, "").endswith("Embedding")
     if not embedding and module not in skeleton.linears:
         raise ModelError(f"adapter '{source}' changes '{module}', a {skeleton.kinds.get(module)}; qforge merges into linear and embedding layers")
@@ -159,10 +168,10 @@ def _product(source: str, config: AdapterConfig, module: str, parts: Mapping[str
     name = f"{module}.weight"
     shape = tuple(replaced[name].shape) if name in replaced else skeleton.shapes[name]
     rows, columns = shape[::-1] if embedding else shape
-    rank = config.rank_of(module)
+    rank = config.rank_of(named)
     _check_shapes(source, module, parts, {"a": (rank, columns), "b": (rows, rank)}, shape, rank)
     _check_extras(source, config, module, parts, rows, f"{module}.bias" in skeleton.shapes)
-    return Product(parts["a"], parts["b"], config.scaling_of(module), embedding, parts.get("magnitude"), parts.get("bias_delta"))
+    return Product(parts["a"], parts["b"], config.scaling_of(named), embedding, parts.get("magnitude"), parts.get("bias_delta"))
 
 
 def _check_shapes(source: str, module: str, parts: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, int]], base: tuple[int, ...], rank: int) -> None:

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from qforge.errors import ModelError, last_line
 from qforge.files import check_regular
 from qforge.layouts import ascend, trtllm
+from qforge.models import language_model
 
 _MOST_BYTES = 256 << 20  # of a JSON file
 _ONLY = "qforge takes decoder-only text models"
@@ -45,11 +46,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[PretrainedConfig, dict[str, Any] | None]:
-    """The config of a Hugging Face directory (without its `quantization_config`), and that `quantization_config`, or what other programs' files say in its place.
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[PretrainedConfig, dict[str, Any] | None, str | None]:
+    """The config of a Hugging Face directory (without its `quantization_config`), that `quantization_config`, or what other programs' files say in its place, and the family
+    whose language model the config is of, where the directory holds more than that.
 
     Raises:
-        ModelError: no config.json, a malformed one, a family that the installed transformers does not know, or no decoder-only text model.
+        ModelError: no config.json, a malformed one, a family that the installed transformers does not know, no decoder-only text model, or a quantized multimodal one.
     """
     path = folder / "config.json"
     if not path.exists():
@@ -69,11 +71,16 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[Pretr
         raise ModelError(f"{path} is not a valid config of the family '{raw.get('model_type')}': {last_line(e)}") from e
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    whole = None
+    if config.model_type in language_model.MULTIMODAL:
+        whole, config = config.model_type, language_model.config_of(config, raw, str(path))
+        if quantization is not None:
+            raise ModelError(f"{path}: a quantized multimodal checkpoint ('{whole}') is not readable; start from the unquantized one")
     eps = getattr(config, "rms_norm_eps", None)
     if isinstance(eps, (int, float)) and not 0 <= eps < math.inf:
         raise ModelError(f"{path}: rms_norm_eps is {eps}, where a positive number is needed")
     check_text_decoder(config, str(path), remote=remote and trust_remote_code)
-    return config, quantization
+    return config, quantization, whole
 
 
 def quantization_of(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -127,7 +134,10 @@ def check_text_decoder(config: PretrainedConfig, origin: str, *, remote: bool = 
         raise ModelError(f"{origin}: '{family}' is an encoder-decoder model; {_ONLY}")
     if config.sub_configs:
         parts = sorted(name.removesuffix("_config") for name in config.sub_configs)
-        raise ModelError(f"{origin}: '{family}' is a multimodal model (its parts: {', '.join(parts)}); {_ONLY}: save its language model by itself and name that")
+        taken = " and ".join(language_model.MULTIMODAL)
+        raise ModelError(
+            f"{origin}: '{family}' is a multimodal model (its parts: {', '.join(parts)}); {_ONLY}, and the language model of {taken}: save that of this one by itself and name it"
+        )
     if remote:
         return
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from qforge.errors import ModelError
 from qforge.files import sha256_file
 from qforge.models import assets as asset_files
+from qforge.models import language_model
 from qforge.models import skeleton as skeletons
 from qforge.models.config import read_config
 from qforge.models.experts import MOST_EXPERTS
@@ -47,6 +48,7 @@ class Model:
         tied: tensor -> the tensor that it is where the config ties word embeddings (`Skeleton.tied`).
         kv_scales: where a checkpoint says that keys and values are kept as FP8 E4M3; else empty.
         adapters: what `with_adapters` merged.
+        whole: the multimodal family of which this is the language model, if it is.
     """
 
     source: str
@@ -60,6 +62,7 @@ class Model:
     adapters: tuple[AdapterReport, ...] = ()
     tied: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
     trust_remote_code: bool = False
+    whole: str | None = None
 
     def linear(self, name: str) -> QuantizedLinear:
         """The quantized linear of a module in `schemes`, codes as stored.
@@ -111,45 +114,46 @@ def open_model(source: str, *, folder: Path = Path("."), revision: str | None = 
 
 
 def _open_directory(source: str, path: Path, dtype: str, trust_remote_code: bool) -> Model:
-    config, quantization = read_config(path, trust_remote_code=trust_remote_code)
+    config, quantization, whole = read_config(path, trust_remote_code=trust_remote_code)
     shards = Shards(find(path))
     check_index(path, shards)
-    if config.num_hidden_layers > len(shards.names()):
-        raise ModelError(f"{path}: config.json tells of {config.num_hidden_layers} layers, but the weights hold {len(shards.names())} tensors in all")
+    held: WeightSource = shards if whole is None else language_model.tensors_of(shards, str(path))
+    if config.num_hidden_layers > len(held.names()):
+        raise ModelError(f"{path}: config.json tells of {config.num_hidden_layers} layers, but the weights hold {len(held.names())} tensors in all")
     many = next((f"{key} = {n:,}" for key in _EXPERTS if isinstance(n := getattr(config, key, None), int) and n > MOST_EXPERTS), None)
     if many is not None:
         raise ModelError(f"{path}: config.json tells of {many}; no model has more than {MOST_EXPERTS:,} experts in a layer")
     skeleton = skeletons.build(config, trust_remote_code=trust_remote_code)
     schemes: Mapping[str, Scheme] = {}
     kv_scales: KvScales = {}
-    stored: WeightSource = shards
+    stored = held
     exact: set[str] = set()
     if quantization is not None:
         from qforge.models.quantized import QuantizedSource
 
-        stored = quantized = QuantizedSource(shards, quantization, skeleton, str(path))
+        stored = quantized = QuantizedSource(held, quantization, skeleton, str(path))
         schemes, kv_scales = quantized.schemes, quantized.kv_scales
         if kv_scales and len(kv_scales) != config.num_hidden_layers:
             raise ModelError(f"{path}: keys and values are kept as FP8, but {len(kv_scales)} of {config.num_hidden_layers} layers have scales for them")
         exact = {f"{name}.weight" for name in (*schemes, quantized.table)}
     stored = skeletons.fitted(stored, skeleton, config, str(path))
     asset_files.check_tokenizer(path)
-    chosen = DTYPES[dtype] if dtype != "auto" else _own_dtype(config, shards)
+    chosen = DTYPES[dtype] if dtype != "auto" else _own_dtype(config, held)
     config.dtype = chosen
     if dtype != "auto" or not schemes:
         stored = Cast(stored, chosen, keep=exact)
-    return Model(source, config, model_spec(config), stored, chosen, path, schemes, kv_scales, tied=skeleton.tied, trust_remote_code=trust_remote_code)
+    return Model(source, config, model_spec(config), stored, chosen, path, schemes, kv_scales, tied=skeleton.tied, trust_remote_code=trust_remote_code, whole=whole)
 
 
-def _own_dtype(config: PretrainedConfig, shards: WeightSource) -> torch.dtype:
+def _own_dtype(config: PretrainedConfig, held: WeightSource) -> torch.dtype:
     """The config's dtype if it is one that we store, else that of most stored floats."""
     named: Any = getattr(config, "dtype", None)
     known: torch.dtype | None = next((d for d in DTYPES.values() if d is named), None)
     if known is not None:
         return known
     counts = dict.fromkeys(DTYPES.values(), 0)
-    for name in shards.names():
-        found = shards.info(name)
+    for name in held.names():
+        found = held.info(name)
         if found.dtype in counts:
             counts[found.dtype] += int(torch.Size(found.shape).numel())
     return max(counts, key=lambda d: counts[d]) if any(counts.values()) else torch.float32

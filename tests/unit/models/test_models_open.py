@@ -154,7 +154,7 @@ def write_config(folder: Path, config: dict[str, Any] | str) -> Path:
         ({"model_type": "t5"}, "encoder-decoder"),
         ({"model_type": "whisper"}, "encoder-decoder"),
         ({"model_type": "llava"}, "multimodal"),
-        ({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}, "multimodal"),
+        ({"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"]}, "multimodal"),
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "not a causal language model"),
         ({"model_type": "vit"}, "not a causal language model"),
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),

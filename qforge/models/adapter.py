@@ -6,7 +6,7 @@ Letters: R rank, I input features, O output features, V vocabulary, D hidden wid
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +82,14 @@ class Product:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """An adapter as read. `products` by module name, `replaced` by tensor name; `resaved` are those of `replaced` that are a low-rank module's own base weight."""
+    """An adapter as read.
+
+    Attributes:
+        products: by module name.
+        replaced: by tensor name.
+        resaved: those of `replaced` that are a low-rank module's own base weight.
+        left_out: tensors of parts that the base does not have.
+    """
 
     source: str
     weight: float
@@ -91,10 +98,11 @@ class Adapter:
     replaced: Mapping[str, torch.Tensor]
     resaved: frozenset[str]
     sha256: str
+    left_out: tuple[str, ...] = ()
 
 
-def read_adapter(source: str, folder: Path, weight: float, skeleton: Skeleton) -> Adapter:
-    """Read an adapter and hold it against its base.
+def read_adapter(source: str, folder: Path, weight: float, skeleton: Skeleton, whole: str | None = None) -> Adapter:
+    """Read an adapter and hold it against its base. `whole`: see `Model`; what the adapter has for other parts of it is left out.
 
     Raises:
         ModelError: files are missing or damaged, or names or shapes do not fit the base; the message names tensor and shapes.
@@ -105,12 +113,13 @@ def read_adapter(source: str, folder: Path, weight: float, skeleton: Skeleton) -
         pickled = "; it holds adapter_model.bin, a pickle, which qforge never loads: save it again with a current peft" if (folder / "adapter_model.bin").exists() else ""
         raise ModelError(f"{folder} has no {WEIGHTS_FILE}{pickled}")
     shards = Shards([path])
-    parts, named, replaced, resaved = _sorted_by_module(source, shards, skeleton)
+    left_out = [key for key in shards.names() if whole is not None and language_model.is_other(_plain(key))]
+    parts, named, replaced, resaved = _sorted_by_module(source, shards, [key for key in shards.names() if key not in left_out], skeleton)
     products = {module: _product(source, config, (module, named[module]), found, skeleton, replaced) for module, found in parts.items()}
     if not products and not replaced:
-        raise ModelError(f"adapter '{source}' holds no tensors")
+        raise ModelError(f"adapter '{source}' holds no tensors" + (f" for the language model of the '{whole}'" if left_out else ""))
     _check_replaced(source, replaced, skeleton)
-    return Adapter(source, weight, config, products, replaced, frozenset(resaved), _sha256(folder))
+    return Adapter(source, weight, config, products, replaced, frozenset(resaved), _sha256(folder), tuple(left_out))
 
 
 def _sha256(folder: Path) -> str:
@@ -120,7 +129,13 @@ def _sha256(folder: Path) -> str:
     return digest("adapter", sha256_file(folder / "adapter_config.json"), sha256_file(folder / WEIGHTS_FILE))
 
 
-def _sorted_by_module(source: str, shards: Shards, skeleton: Skeleton) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str], dict[str, torch.Tensor], set[str]]:
+def _plain(key: str) -> str:
+    return key.removeprefix("base_model.model.")
+
+
+def _sorted_by_module(
+    source: str, shards: Shards, keys: Sequence[str], skeleton: Skeleton
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str], dict[str, torch.Tensor], set[str]]:
     """Low-rank parts by module and role, what the adapter calls those modules (of a multimodal model, where the base is its language model), tensors given in full by name,
     and those of the latter that are a low-rank module's base."""
     modules = {name.rpartition(".")[0] for name in skeleton.shapes}
@@ -128,8 +143,8 @@ def _sorted_by_module(source: str, shards: Shards, skeleton: Skeleton) -> tuple[
     named: dict[str, str] = {}
     replaced: dict[str, torch.Tensor] = {}
     resaved, strangers = set(), []
-    for key in shards.names():
-        stored = key.removeprefix("base_model.model.")
+    for key in keys:
+        stored = _plain(key)
         name = language_model.alone(stored)
         if not shards.info(key).dtype.is_floating_point:
             raise ModelError(f"adapter '{source}': tensor '{key}' is {shards.info(key).dtype}, where floats are needed; the file is damaged")
@@ -139,10 +154,14 @@ def _sorted_by_module(source: str, shards: Shards, skeleton: Skeleton) -> tuple[
         match = _LORA_KEY.fullmatch(name)
         if match is not None and match["module"] in modules:
             parts.setdefault(match["module"], {})[_ROLES[match["role"].replace(".default", "")]] = tensor
-            named[match["module"]] = stored.removesuffix(name.removeprefix(match["module"]))
+            called = stored.removesuffix(name.removeprefix(match["module"]))
+            if named.setdefault(match["module"], called) != called:
+                raise ModelError(f"adapter '{source}' calls one module '{named[match['module']]}' and '{called}'; the file is mixed up")
             continue
         plain = name.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".")
         if match is None and plain in skeleton.shapes:
+            if plain in replaced:
+                raise ModelError(f"adapter '{source}' holds '{plain}' twice, under two names; the file is mixed up")
             replaced[plain] = tensor
             if ".base_layer." in name:
                 resaved.add(plain)

@@ -57,7 +57,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[Pretr
     if not path.exists():
         raise ModelError(f"{folder} has no config.json, so it is no Hugging Face model directory{_hint(folder)}")
     raw = read_json(path)
-    quantization = quantization_of(folder, raw)
+    quantization, given = quantization_of(folder, raw), dict(raw)
     for key in ("quantization_config", "quantization"):
         raw.pop(key, None)
     remote = bool(raw.get("auto_map"))
@@ -67,15 +67,15 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[Pretr
             config = AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
         else:
             config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+        whole = config.model_type if config.model_type in language_model.MULTIMODAL else None
+        if whole is not None:
+            config = language_model.config_of(config, given | {"quantization_config": quantization}, str(path))
+    except ModelError:
+        raise
     except Exception as e:  # transformers and its validators raise many kinds
         raise ModelError(f"{path} is not a valid config of the family '{raw.get('model_type')}': {last_line(e)}") from e
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    whole = None
-    if config.model_type in language_model.MULTIMODAL:
-        whole, config = config.model_type, language_model.config_of(config, raw, str(path))
-        if quantization is not None:
-            raise ModelError(f"{path}: a quantized multimodal checkpoint ('{whole}') is not readable; start from the unquantized one")
     eps = getattr(config, "rms_norm_eps", None)
     if isinstance(eps, (int, float)) and not 0 <= eps < math.inf:
         raise ModelError(f"{path}: rms_norm_eps is {eps}, where a positive number is needed")

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from qforge.errors import ModelError
 from qforge.models.weights import Renamed, WeightSource
 
-# Families that compute texts as their language model alone does, positions and masks too (tests hold both against each other); most others were not tried.
-MULTIMODAL = ("gemma3", "mistral3")
-_OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")  # said of the whole, where it is said
+# Families that compute texts as their language model alone does, positions and masks too, and that model's family: tests hold both against each other. Others were not tried.
+MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+_OUTER = ("bos_token_id", "eos_token_id", "pad_token_id")  # said of the whole, where they are said
 _NAMES = (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."), ("model.language_model.", "model."), ("lm_head.", "lm_head."))  # older files', newer ones'
+_OTHERS = ("vision_tower.", "multi_modal_projector.")  # parts of the whole, in newer files below `model.`
 
 
 def config_of(whole: PretrainedConfig, raw: Mapping[str, Any], origin: str) -> PretrainedConfig:
@@ -25,19 +26,35 @@ def config_of(whole: PretrainedConfig, raw: Mapping[str, Any], origin: str) -> P
         raw: config.json as it is.
 
     Raises:
-        ModelError: transformers has no causal language model of its family.
+        ModelError: the whole is no generative model, or its language model another than is taken, none, quantized, or badly described.
     """
-    config = copy.deepcopy(whole.get_text_config())
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    if architecture is None:
-        raise ModelError(f"{origin}: the language model of this '{whole.model_type}' is of the family '{config.model_type}', which transformers has no causal language model of")
-    config.architectures = [architecture]
+    family = whole.model_type
+    generative, named = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family), raw.get("architectures")
+    if named and (not isinstance(named, list) or generative not in named):
+        raise ModelError(f"{origin}: the architecture is {named}, not {generative}: no generative model")
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping) or not text:
+        raise ModelError(f"{origin}: '{family}' is a multimodal model, and no text_config tells of its language model")
+    if text.get("quantization_config") is not None or raw.get("quantization_config") is not None:
+        raise ModelError(f"{origin}: a quantized multimodal checkpoint ('{family}') is not readable; start from the unquantized one")
+    config = copy.deepcopy(whole.text_config)
+    if config.model_type != MULTIMODAL[family]:
+        raise ModelError(
+            f"{origin}: the language model of this '{family}' is a '{config.model_type}'; only '{MULTIMODAL[family]}' is taken out of it: save it by itself and name that"
+        )
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.tie_word_embeddings = bool(whole.tie_word_embeddings)  # as transformers ties the whole, whatever the part says
     if config.dtype is None:
         config.dtype = whole.dtype
     for name in _OUTER:
-        if name in raw:
+        if raw.get(name) is not None:
             setattr(config, name, raw[name])
     return config
+
+
+def is_other(name: str) -> bool:
+    """Whether a tensor of the whole belongs to a part that texts do not go through."""
+    return name.removeprefix("model.").startswith(_OTHERS)
 
 
 def alone(name: str) -> str:

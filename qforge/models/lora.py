@@ -103,7 +103,7 @@ def with_adapters(model: Model, adapters: Sequence[tuple[str, float]], *, folder
         return model
     skeleton = skeletons.build(model.config, trust_remote_code=model.trust_remote_code)
     folders = [locate(source, folder, what="adapter") for source, _ in adapters]
-    read = [read_adapter(source, path, weight, skeleton) for (source, weight), path in zip(adapters, folders, strict=True)]
+    read = [read_adapter(source, path, weight, skeleton, model.whole) for (source, weight), path in zip(adapters, folders, strict=True)]
     _refuse_unclear(read)
     base = model.weights.source if isinstance(model.weights, Cast) else model.weights
     config = copy.deepcopy(model.config)
@@ -116,7 +116,10 @@ def with_adapters(model: Model, adapters: Sequence[tuple[str, float]], *, folder
 
 def _about_base(adapter: Adapter, model: Model, folder: Path) -> tuple[str, ...]:
     note = other_base(adapter.source, adapter.config, model.source, folder)
-    return () if note is None else (note,)
+    notes: tuple[str, ...] = () if note is None else (note,)
+    if adapter.left_out:
+        notes += (f"adapter '{adapter.source}' also changes what the '{model.whole}' has for other than text ({len(adapter.left_out)} tensors), which is left out",)
+    return notes
 
 
 def _refuse_unclear(adapters: Sequence[Adapter]) -> None:

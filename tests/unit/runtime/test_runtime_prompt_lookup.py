@@ -197,6 +197,26 @@ def test_a_cancelled_request_leaves_no_guess(two: tuple[LLM, LLM], monkeypatch: 
     assert kept[2] == plain[2][: len(kept[2])] != plain[2]
 
 
+def test_after_a_step_that_failed_its_guesses_hold_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(model("llama"), num_blocks=8, threads=1, num_speculative_tokens=40)
+    engine = llm.engine()
+    sequence = engine.add([5, 6, 7], SamplingParams(max_tokens=40, ignore_eos=True))
+    engine.step()
+
+    def failing(*_: object) -> list[int]:
+        raise RuntimeError("once")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_guess", lambda sequence, most, rows: [1] * 30)
+        patch.setattr(llm.runner, "choose", failing)
+        with pytest.raises(RuntimeError, match="once"):
+            engine.step()
+        assert len(sequence.block_table) == 3
+    monkeypatch.setattr(engine, "_guess", lambda sequence, most, rows: [])
+    engine.step()
+    assert len(sequence.block_table) == 1
+
+
 def test_guesses_are_refused_where_rows_move_each_others_bits() -> None:
     with pytest.raises(UnsupportedError, match="num_speculative_tokens is -1; it must be at least 0"):
         LLM(model("llama"), num_speculative_tokens=-1)

@@ -57,7 +57,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[Pretr
     if not path.exists():
         raise ModelError(f"{folder} has no config.json, so it is no Hugging Face model directory{_hint(folder)}")
     raw = read_json(path)
-    quantization, given = quantization_of(folder, raw), dict(raw)
+    quantization = quantization_of(folder, raw)
     for key in ("quantization_config", "quantization"):
         raw.pop(key, None)
     remote = bool(raw.get("auto_map"))
@@ -69,7 +69,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> tuple[Pretr
             config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         whole = config.model_type if config.model_type in language_model.MULTIMODAL else None
         if whole is not None:
-            config = language_model.config_of(config, given | {"quantization_config": quantization}, str(path))
+            config = language_model.config_of(config, raw, str(path), quantized=quantization is not None)
     except ModelError:
         raise
     except Exception as e:  # transformers and its validators raise many kinds

@@ -19,11 +19,12 @@ _NAMES = (("language_model.model.", "model."), ("language_model.lm_head.", "lm_h
 _OTHERS = ("vision_tower.", "multi_modal_projector.")  # parts of the whole, in newer files below `model.`
 
 
-def config_of(whole: PretrainedConfig, raw: Mapping[str, Any], origin: str) -> PretrainedConfig:
+def config_of(whole: PretrainedConfig, raw: Mapping[str, Any], origin: str, *, quantized: bool) -> PretrainedConfig:
     """The language model's config.
 
     Args:
-        raw: config.json as it is.
+        raw: config.json.
+        quantized: whether the whole says that it is.
 
     Raises:
         ModelError: the whole is no generative model, or its language model another than is taken, none, quantized, or badly described.
@@ -35,7 +36,7 @@ def config_of(whole: PretrainedConfig, raw: Mapping[str, Any], origin: str) -> P
     text = raw.get("text_config")
     if not isinstance(text, Mapping) or not text:
         raise ModelError(f"{origin}: '{family}' is a multimodal model, and no text_config tells of its language model")
-    if text.get("quantization_config") is not None or raw.get("quantization_config") is not None:
+    if quantized or text.get("quantization_config") is not None:
         raise ModelError(f"{origin}: a quantized multimodal checkpoint ('{family}') is not readable; start from the unquantized one")
     config = copy.deepcopy(whole.text_config)
     if config.model_type != MULTIMODAL[family]:

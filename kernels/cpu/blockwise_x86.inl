@@ -234,10 +234,10 @@ struct CenteredProduct {
             ++n;
         };
         const bool brings = ahead.left();
-        const CodesAhead<R> codes(w);
+        RowsNear<R, 1> near(w, {x, n}, {R * inputs, R * stride * static_cast<int64_t>(sizeof(*n))});
         for (int64_t b = 0; b < w.blocks; ++b) {
             if (brings) ahead.fetch(R * T * kTile * w.block_k);
-            codes.fetch(x, inputs, w.block_k);
+            near.touch(x, inputs, w.block_k);
             V::Floats part[R][T];
             V::put_away(total);
             if constexpr (One) {

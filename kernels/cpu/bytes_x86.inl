@@ -40,10 +40,10 @@ struct Product {
             for (int t = 0; t < T; ++t) total[r][t] = V::spread(0);
         for (int t = 0; t < T; ++t) chunk[t] = chunks_of(w, tile + t);
         const bool brings = ahead.left();
-        const CodesAhead<R * L> codes(w);
+        RowsNear<R * L, 2> near(w, {x, scale, offset}, {R * L * inputs, R * stride * static_cast<int64_t>(sizeof(*scale)), Z ? R * L * stride * static_cast<int64_t>(sizeof(*offset)) : 0});
         for (int64_t b = 0; b < w.blocks; ++b) {
             if (brings) ahead.fetch(R * T * kTile * w.block_k);
-            codes.fetch(x, inputs, w.block_k);
+            near.touch(x, inputs, w.block_k);
             V::Floats part[R][T];
             if constexpr (!V::kAway)
 #pragma GCC unroll 6

@@ -4,6 +4,7 @@
 //   V::tiles(code rows): what registers hold.
 // A code row is one byte of each code of a row: 16-bit codes make two. Z: all zero points of the weight are one number, whose products with codes are the offsets of sums.
 #include <algorithm>
+#include <numeric>
 
 #include "qforge/blockwise.h"
 #include "qforge/processor.h"
@@ -51,6 +52,8 @@ inline __attribute__((always_inline)) void add_chunks(V::Sums (&sum)[C][T], cons
         add_half<F, Panel, C, T>(sum, chunk, i, row, 0, codes...);
         add_half<F, Panel, C, T>(sum, chunk, i, row, 1, codes...);
     }
+    // One row reads a stream, whose lines stay nearly in order: memory's prefetchers go by that, GCC's scheduler does not (what it had made of a few more instructions in the loop was read at half of memory's speed; with two code rows this takes 3 to 6 %)
+    if (!Panel && C == 1 && T == 1) asm volatile("" : : : "memory");
     for (int t = 0; t < T; ++t) chunk[t] += chunks * kChunk<F, Panel>;
 }
 
@@ -95,20 +98,51 @@ inline Ahead next_tiles(const Weight &w, const uint8_t *from, int64_t bytes, con
     return between(s.tile_end * bytes, (s.tile_end + tiles) * bytes, tiles * bytes / (calls * w.blocks));
 }
 
-// The codes of few rows, shortly before they are multiplied: a tile as large as the first cache drives them out of it, and while weights are waited for there is hardly a place left for what else is missing.
-// (One row of INT4 weights in groups of 128, one thread of a Zen 4: 5632 inputs 247 -> 209 us, 4096 338 -> 297, with 16 bits of activations 444 -> 381; 2048 inputs, whose tiles are half as large, lose 3 %. 256 bytes later half of the gain, 1 KiB none.)
-template <int C>
-struct CodesAhead {
-    const bool any;
+// Memory that is touched so often that it stays in the first cache: `lines` of it for each block of inputs, from its end on from its start
+struct Touched {
+    const int8_t *first, *end, *next;
+    int64_t lines;
 
-    explicit CodesAhead(const Weight &w) : any(C <= 2 && tile_bytes(w) > 24 << 10) {}
-    // `count` bytes of C code rows; x: those that come next
-    void fetch(const int8_t *x, int64_t stride, int64_t count) const {
-        constexpr int64_t kLater = 128;
-        if constexpr (C <= 2)
-            if (any)
-                for (int c = 0; c < C; ++c)
-                    for (int64_t i = 0; i < count; i += 64) asm volatile("prefetcht0 %0" : : "m"(x[c * stride + kLater + i]));  // GCC drops a loop of nothing but __builtin_prefetch
+    void touch() {
+        for (int64_t i = 0; i < lines; ++i) {
+            fetch(next);
+            next = next + 64 < end ? next + 64 : first;
+        }
+    }
+    static void fetch(const int8_t *line) { asm volatile("prefetcht0 %0" : : "m"(*line)); }  // GCC drops a loop of nothing but __builtin_prefetch
+};
+
+// What few rows are multiplied with: their codes, and N arrays of numbers of their segments. A tile as large as the first cache drives them out of it before they come again, and while weights are waited for there is hardly a place left for what else is missing.
+// As much as stays there beside a tile that passes through is touched a few times while it does; of more, codes are brought shortly before they are multiplied. (Two threads of a Zen 4, 32 KiB, where memory gives 58 GB/s, of a plain read: 4096 inputs, 8 bits 81 -> 90 %, 16 bits 65 -> 77, 5632 inputs, 8 bits 77 -> 85.
+// What is larger would be driven out all the same: 5632 inputs, 16 bits, 69 -> 60 %. Codes brought 64 bytes before are nearly as good as 128, 256 give half, 1 KiB nothing.)
+template <int C, int N>
+struct RowsNear {
+    static constexpr int64_t kLarge = 24 << 10, kMost = 10 << 10, kBetween = 10 << 10, kLater = 128;  // bytes: a tile from which on it matters, what is touched, of a tile between two touches, before codes are multiplied
+    Touched touched[1 + N]{};
+    const bool large;
+    bool keeps = false;
+
+    // sizes: bytes of the codes and of each array
+    RowsNear(const Weight &w, const void *const (&from)[1 + N], const int64_t (&sizes)[1 + N]) : large(C <= 2 && tile_bytes(w) > kLarge) {
+        if (!large) return;
+        keeps = std::accumulate(sizes, sizes + 1 + N, int64_t{0}) < kMost;
+        for (int i = 0; keeps && i < 1 + N; ++i) {
+            const auto *first = static_cast<const int8_t *>(from[i]);
+            const int64_t lines = sizes[i] / 64, all = lines * (tile_bytes(w) / kBetween);
+            touched[i] = {first, first + sizes[i], first, std::min(lines, (all + w.blocks - 1) / w.blocks)};
+        }
+    }
+    // codes: those of the next `count` inputs
+    void touch(const int8_t *codes, int64_t stride, int64_t count) {
+        if constexpr (C <= 2) {
+            if (!large) return;
+            if (keeps) {
+                for (Touched &t : touched) t.touch();
+                return;
+            }
+            for (int c = 0; c < C; ++c)
+                for (int64_t i = 0; i < count; i += 64) Touched::fetch(codes + c * stride + kLater + i);
+        }
     }
 };
 

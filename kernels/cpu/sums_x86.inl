@@ -106,14 +106,14 @@ struct Touched {
     void touch() {
         for (int64_t i = 0; i < lines; ++i) {
             fetch(next);
-            next = next + 64 < end ? next + 64 : first;
+            next = end - next > 64 ? next + 64 : first;
         }
     }
     static void fetch(const int8_t *line) { asm volatile("prefetcht0 %0" : : "m"(*line)); }  // GCC drops a loop of nothing but __builtin_prefetch
 };
 
 // What few rows are multiplied with: their codes, and N arrays of numbers of their segments. A tile as large as the first cache drives them out of it before they come again, and while weights are waited for there is hardly a place left for what else is missing.
-// As much as stays there beside a tile that passes through is touched a few times while it does; of more, codes are brought shortly before they are multiplied. (Two threads of a Zen 4, 32 KiB, where memory gives 58 GB/s, of a plain read: 4096 inputs, 8 bits 81 -> 90 %, 16 bits 65 -> 77, 5632 inputs, 8 bits 77 -> 85.
+// As much as stays there beside a tile of 4 bits that passes through is touched a few times while it does; of more, and beside 8 bits, of whose time a row takes half as much, codes are brought shortly before they are multiplied. (Two threads of a Zen 4, 32 KiB, where memory gives 58 GB/s, of a plain read: 4096 inputs, 8 bits 81 -> 90 %, 16 bits 65 -> 77, 5632 inputs, 8 bits 77 -> 85.
 // What is larger would be driven out all the same: 5632 inputs, 16 bits, 69 -> 60 %. Codes brought 64 bytes before are nearly as good as 128, 256 give half, 1 KiB nothing.)
 template <int C, int N>
 struct RowsNear {
@@ -125,11 +125,10 @@ struct RowsNear {
     // sizes: bytes of the codes and of each array
     RowsNear(const Weight &w, const void *const (&from)[1 + N], const int64_t (&sizes)[1 + N]) : large(C <= 2 && tile_bytes(w) > kLarge) {
         if (!large) return;
-        keeps = std::accumulate(sizes, sizes + 1 + N, int64_t{0}) < kMost;
+        keeps = w.format == Format::INT4 && std::accumulate(sizes, sizes + 1 + N, int64_t{0}) < kMost;
         for (int i = 0; keeps && i < 1 + N; ++i) {
             const auto *first = static_cast<const int8_t *>(from[i]);
-            const int64_t lines = sizes[i] / 64, all = lines * (tile_bytes(w) / kBetween);
-            touched[i] = {first, first + sizes[i], first, std::min(lines, (all + w.blocks - 1) / w.blocks)};
+            touched[i] = {first, first + sizes[i], first, (sizes[i] / 64 * (tile_bytes(w) / w.blocks) + kBetween - 1) / kBetween};
         }
     }
     // codes: those of the next `count` inputs

@@ -114,7 +114,7 @@ struct Touched {
 
 // What few rows are multiplied with: their codes, and N arrays of numbers of their segments. A tile as large as the first cache drives them out of it before they come again, and while weights are waited for there is hardly a place left for what else is missing.
 // As much as stays there beside a tile of 4 bits that passes through is touched a few times while it does; of more, and beside 8 bits, of whose time a row takes half as much, codes are brought shortly before they are multiplied. (Two threads of a Zen 4, 32 KiB, where memory gives 58 GB/s, of a plain read: 4096 inputs, 8 bits 81 -> 90 %, 16 bits 65 -> 77, 5632 inputs, 8 bits 77 -> 85.
-// What is larger would be driven out all the same: 5632 inputs, 16 bits, 69 -> 60 %. Codes brought 64 bytes before are nearly as good as 128, 256 give half, 1 KiB nothing.)
+// What is larger would be driven out all the same: 5632 inputs, 16 bits, one thread, 69 -> 60 %. Codes brought 64 bytes before are nearly as good as 128, 256 give half, 1 KiB nothing.)
 template <int C, int N>
 struct RowsNear {
     static constexpr int64_t kLarge = 24 << 10, kMost = 10 << 10, kBetween = 10 << 10, kLater = 128;  // bytes: a tile from which on it matters, what is touched, of a tile between two touches, before codes are multiplied

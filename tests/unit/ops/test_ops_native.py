@@ -245,6 +245,22 @@ def test_rows_of_more_segments_than_are_rounded_at_once(isa: str, bits: int, row
     assert (kernel.run(x, packed).double() - wanted).abs().max() < 2e-5 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize(("scheme", "inputs"), [("int4-g128-sym", 3200), ("int4-g32-asym", 4128), ("int4-channel-sym", 5632), ("int4-g128-sym", 10368), ("int8-g64-sym", 2240)])
+def test_few_rows_beside_tiles_as_large_as_the_first_cache(isa: str, bits: int, scheme: str, inputs: int) -> None:
+    """Rows that are kept in that cache, and rows too large for it: they have the bits that they have among more, which nothing is done for."""
+    seeded = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(40, inputs, generator=seeded), torch.randn(5, inputs, generator=seeded)
+    q = numerics.quantize(weight, parse(scheme), *numerics.minmax_parameters(weight, parse(scheme)))
+    kernel = NativeRounded(bits, 2, isa)
+    packed = kernel.prepack(q)
+    wanted, among = x.double() @ numerics.dequantize(q).double().T, kernel.run(x, packed)
+    assert (among.double() - wanted).norm() < (2e-2 if bits == 8 else 1e-4) * wanted.norm()
+    for rows in (1, 2):
+        assert torch.equal(kernel.run(x[:rows], packed), among[:rows])
+
+
 def test_a_weight_says_what_one_row_reads_and_refuses_what_no_kernel_takes() -> None:
     weight = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
     q = {text: numerics.quantize(weight, parse(text), *numerics.minmax_parameters(weight, parse(text))) for text in ("int4-g64-sym", "int4-g64-asym", "int4-g64-sym@f32")}

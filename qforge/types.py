@@ -238,10 +238,10 @@ class WorstToken:
 
 @dataclass(frozen=True, slots=True)
 class TaskMetric:
-    """One metric of a task for both models; its paired `difference` (candidate - reference) with an interval that resamples questions, and how many answers flipped.
+    """One metric of a task for both models; its `difference` (candidate - reference) with an interval, paired question by question, and how many answers flipped.
 
     `lost`: questions that only the reference answered rightly; `gained`: only the candidate; `right`: 1 for each question, in order, that the candidate answered rightly, else 0.
-    None, as is the difference, for a metric that is not right or wrong.
+    None for a metric that is not right or wrong; so is the difference where single questions have no figure.
     """
 
     reference: float

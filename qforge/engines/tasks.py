@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BUILTIN = {"qforge_continuation": "task_continuation.jsonl", "qforge_sums": "task_sums.jsonl"}  # what `builtin` stands for
-ACCURACIES = ("acc", "acc_norm", "exact_match")  # the metrics of one answer that are right (1) or wrong (0)
+ACCURACIES = ("acc", "acc_norm", "exact_match")  # the metrics of one answer that are right (1) or wrong (0), or in some tasks parts of 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Answers:
 
     Attributes:
         figures: lm-eval's own, metric -> value.
-        right: per metric in ACCURACIES, for each question in order whether it was answered rightly (1.0 or 0.0).
+        right: per metric in ACCURACIES, for each question in order whether it was answered rightly (1.0 or 0.0), or to what part (truthfulqa_mc2: true answers' probability).
         protocol: what makes the figures comparable: task version, examples shown before a question, BOS, chat template, lm-eval's version.
     """
 

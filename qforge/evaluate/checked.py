@@ -107,6 +107,8 @@ def _contradictions(evaluation: Mapping[str, Any]) -> Iterator[str]:
         for metric, m in task["metrics"].items():
             if (right := m.get("right")) is not None and (len(right) != task["questions"] or not set(right) <= set("01")):
                 yield f"tasks.{name}.metrics.{metric}.right is no 0 or 1 for each of {task['questions']} questions"
+            elif right is not None and not math.isclose(right.count("1"), m["candidate"] * len(right), abs_tol=1e-6):
+                yield f"tasks.{name}.metrics.{metric}.right has {right.count('1')} of {len(right)} questions right, and candidate is {m['candidate']!r}"
             if m.get("lost") is not None and not (0 <= m["candidate"] <= 1 and task["questions"] > 0):
                 yield f"tasks.{name}.metrics.{metric}.candidate is {m['candidate']!r}, no share of {task['questions']} questions"
     if evaluation["tokens"] != (held := sum(c["tokens"] for c in clusters)):

@@ -24,15 +24,16 @@ def task_rows(baseline: Side, candidate: Side) -> tuple[list[Row], dict[str, Fig
     sides = (("baseline", before, after), ("candidate", after, before))
     notes = [f"task {name} is not compared: only the {side} has it" for side, one, other in sides for name in one if name not in other]
     shared: dict[tuple[str, str], tuple[TaskMetric, TaskMetric]] = {}
+    metrics: list[str] = []  # also those without a row, so that another task's figure does not stand for them
     for name in (n for n in before if n in after):
         if told := _otherwise(before[name], after[name]):
             notes.append(f"task {name} is not compared: it was asked otherwise ({told})")
             continue
+        metrics += after[name].metrics
         for metric, b in after[name].metrics.items():
             a = before[name].metrics.get(metric)
             if a is not None and a.lost is not None and b.lost is not None:  # right or wrong
                 shared[name, metric] = a, b
-    metrics = [metric for _, metric in shared]
     same = same_artifact(baseline, candidate)
     rows: list[Row] = []
     figures: dict[str, Figure] = {}

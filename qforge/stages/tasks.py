@@ -65,6 +65,8 @@ def _metric(name: str, reference: Answers, candidate: Answers) -> TaskMetric:
     if name not in candidate.right or name not in reference.right:
         return TaskMetric(*both)
     a, b = (np.asarray(side.right[name]) for side in (reference, candidate))
-    difference = statistics.mean(b - a, np.ones(len(a)))
+    lost, gained = int((a > b).sum()), int((b > a).sum())
+    flips = bool(np.isin([a, b], (0, 1)).all())
+    difference = statistics.paired_shares(gained, lost, len(a)) if flips else statistics.mean(b - a, np.ones(len(a)))
     assert math.isclose(difference.value, both[1] - both[0], abs_tol=1e-9), f"lm-eval's {name} is not the mean of its answers"
-    return TaskMetric(*both, difference.value, difference.interval, int((a > b).sum()), int((b > a).sum()), "".join(str(int(x)) for x in b))
+    return TaskMetric(*both, difference.value, difference.interval, *((lost, gained, "".join(str(int(x)) for x in b)) if flips else ()))

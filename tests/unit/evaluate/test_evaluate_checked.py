@@ -87,6 +87,7 @@ def test_whatever_is_changed_is_refused_or_compared(seed: int) -> None:
         (("evaluation", "clusters", 0, "agree"), 1000, r"clusters\[0\]\.agree is 1000, too much for"),
         (("evaluation", "tokens"), 5, "tokens is 5, and the clusters hold"),
         (("evaluation", "candidate", "perplexity"), "9", "candidate.perplexity is '9'"),
+        (("evaluation", "tasks", "sums", "metrics", "acc", "candidate"), 0.3, r"tasks\.sums\.metrics\.acc\.right has 2 of 3 questions right, and candidate is 0\.3"),
         (("evaluation", "kl_mean"), -0.5, "kl_mean is -0.5"),
         (("schema_version",), 99, "schema_version is 99"),
     ],

@@ -300,6 +300,16 @@ def test_equal_answers_of_few_questions_are_not_enough_unless_the_artifact_is_th
     assert found("a") == ("same", True)
 
 
+@pytest.mark.parametrize("gate", ["parts.acc_change >= -0.01", "acc_change >= -0.01"])
+def test_no_gate_passes_over_parts_of_questions(tmp_path: Path, gate: str) -> None:
+    """An accuracy of which no answers are kept as right or wrong has no figure, and another task's does not stand for it."""
+    parts = ({"questions": 50, "metrics": {"acc": {"reference": 0.45, "candidate": x}}, "protocol": {}} for x in (0.45, 0.3))
+    a, b = (with_tasks(tmp_path, name, sums=task("1" * 50), parts=x) for name, x in zip(("a.json", "b.json"), parts, strict=True))
+    assert compare(read(a), read(b)).changed == {"tasks": ["parts.acc: 0.45 -> 0.3"]}
+    with pytest.raises(DataError, match=rf"--gate: {gate.split()[0]} is not known here; allowed are .*sums\.acc_change"):
+        compare(read(a), read(b), [gate])
+
+
 def test_of_many_equal_tasks_none_fails_by_chance(tmp_path: Path) -> None:
     """40 tasks, each side's answers drawn anew: alone, one in 20 intervals leaves out zero."""
     draw = np.random.default_rng(5)

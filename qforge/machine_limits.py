@@ -12,7 +12,26 @@ ROOT = Path("/")
 _UNLIMITED = 1 << 60  # version 1 tells of no limit by the largest number of pages
 
 
-def default_threads(root: Path = ROOT) -> int:
+_limit: int | None = None
+
+
+def default_threads() -> int:
+    """Threads to compute with where nobody says otherwise: as many as `threads_limited` allows here, else `usable_cores`."""
+    return _limit or usable_cores()
+
+
+@contextlib.contextmanager
+def threads_limited(threads: int | None) -> Iterator[None]:
+    """Within it nothing of this process, and no engine that it asks, takes more threads by itself (None: than there are cores): a recipe's `run.threads`."""
+    global _limit
+    before, _limit = _limit, threads
+    try:
+        yield
+    finally:
+        _limit = before
+
+
+def usable_cores(root: Path = ROOT) -> int:
     """Cores that this process may use: those that it may run on, and no more than a container's quota of time pays for (a part of a core counts as one)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *_quotas(root)]))

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from qforge import report
-from qforge.errors import RecipeError
+from qforge.errors import RecipeError, UnsupportedError
 from qforge.evaluate import power
 from qforge.files import expanded, lock
-from qforge.machine_limits import default_threads
+from qforge.machine_limits import default_threads, threads_limited
 from qforge.models.blocks import BlockModel
 from qforge.models.locate import model_folder
 from qforge.models.model import Model, open_model
@@ -29,7 +29,7 @@ from qforge.stages.meter import Meter, return_freed_memory
 from qforge.stages.opening import open_models
 from qforge.stages.texts import Texts, gather_texts
 from qforge.text.documents import documents
-from qforge.text.windows import EvaluationWindows, evaluation_windows
+from qforge.text.windows import EvaluationWindows, evaluation_windows, read_otherwise
 from qforge.types import Evaluation, ExportResult, Results
 
 
@@ -100,7 +100,7 @@ def quantize(
         budget = _budget(recipe, planned, blocks, texts)
         model_sha256 = model.fingerprint()
         output_folder.check(out, recipe)
-    with lock(out):
+    with lock(out), threads_limited(recipe.run.threads):
         output_folder.start(out, planned.disk_bytes, fresh)
         journal = Journal(shared or out / "work")
         with meter.stage("texts"):
@@ -177,12 +177,15 @@ def evaluate(
     scorer = None
     if engine in exported.FOREIGN:
         evidence.only_runtime(f"{engine} was asked for", activations, device, tensor_parallel)
+        if reference is None and engine != "llama.cpp":  # whose files are models for us, too
+            raise UnsupportedError(f"engine: {engine} needs a model to be compared with (--against), which also cuts the text: the folder of its export has no config of a model")
         scorer = exported.foreign(engine, Path(model))
     candidate = _open_exactly(model) if scorer is None or reference is None else reference
     tokenizer = candidate.tokenizer()
     read = documents(text, role="evaluation", folder=Path(), tokenizer=tokenizer)
     windows = evaluation_windows(read, tokenizer, window, context=getattr(candidate.config, "max_position_embeddings", None))
-    for note in (*windows.notes, *_promised(windows)):
+    notes = () if reference is None or reference is candidate else read_otherwise(read, tokenizer, reference.tokenizer())
+    for note in (*windows.notes, *notes, *_promised(windows)):
         progress.note(note)
     return evidence.measure(candidate, scorer or evidence.engine_for(candidate, engine, activations, device, tensor_parallel), reference, windows, progress)
 

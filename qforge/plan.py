@@ -23,6 +23,7 @@ from qforge.models.tying import shared_table, untied_because
 from qforge.recipe import Recipe
 from qforge.recipe.model import IGNORED, OptionsSection
 from qforge.runtime.decoder import supports
+from qforge.runtime.running import check_device
 from qforge.scheme import Number, Per, ScaleType, Scheme
 
 KV_CACHE = "kv_cache"  # among what calibration gathers: scales of keys and values
@@ -161,6 +162,8 @@ def _refuse_unavailable(recipe: Recipe, model: Model) -> None:
     unrun = "evaluate.engine is transformers" if engine == "transformers" else supports(model.spec)
     if run.activations != "fp" and unrun is not None:
         raise UnsupportedError(f"run.activations: {run.activations} is for the built-in runtime, but {unrun}; use activations: fp")
+    if unrun is None:
+        check_device("cpu", run.activations, None)
     if engine == "runtime" and unrun is not None:
         raise UnsupportedError(f"evaluate.engine: runtime, but {unrun}; use engine: auto or transformers")
     tasks.check(() if recipe.evaluate is None else recipe.evaluate.tasks)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qforge import __version__
-from qforge.machine_limits import default_threads, memory_limit
+from qforge.machine_limits import memory_limit, usable_cores
 
 _FEATURES = ("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve")
 _SCHEMES = ("int4-g128-sym", "int8-channel-sym", "w8a8-int8", "fp8-dynamic", "nf4")
@@ -79,7 +79,7 @@ def describe_machine() -> dict[str, Any]:
         "qforge_version": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": {"model": _cpu_model(), "architecture": platform.machine(), "cores": default_threads(), "features": cpu_features()},
+        "cpu": {"model": _cpu_model(), "architecture": platform.machine(), "cores": usable_cores(), "features": cpu_features()},
         "memory": _memory(),
         "disk": {"folder": ".", "free_bytes": shutil.disk_usage(".").free, "total_bytes": shutil.disk_usage(".").total},
         "gpus": _gpus(),

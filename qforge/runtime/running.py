@@ -82,6 +82,8 @@ def check_device(device: str, activations: str, kv_cache: str | None) -> None:
     if device == "cpu":
         if kv_cache is not None and kv_cache not in CACHE_TYPES:
             raise UnsupportedError(f"a key/value cache of '{kv_cache}' is not known on a processor; use one of {', '.join(CACHE_TYPES)}")
+        if activations != "fp" and missing() is not None:
+            raise UnsupportedError(f"activations '{activations}' are rounded by the native kernels, and {missing()}; use fp")
         return
     kind, _, number = device.partition(":")
     if kind != "cuda" or (number and not number.isdigit()):

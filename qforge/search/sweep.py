@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from qforge import __version__, pipeline, report
-from qforge.errors import NumericalError, OutputError, QforgeError, UnsupportedError
+from qforge.errors import NumericalError, OutputError, QforgeError, RecipeError, UnsupportedError
 from qforge.files import LOCK, lock, readable_errors
 from qforge.models.model import open_model
 from qforge.progress import SILENT, Progress
@@ -115,7 +115,7 @@ def _run(member: Recipe, changes: dict[str, str], folder: Path, progress: Progre
     path = f"variants/{member.name}"
     try:
         results = pipeline.quantize(member, out=folder / path, shared=folder / "work", progress=progress)
-    except (NumericalError, UnsupportedError) as e:
+    except (NumericalError, RecipeError, UnsupportedError) as e:
         return Variant(member.name, changes, path, error=str(e)), None
     return variant(member.name, changes, path, results, _speed(folder, path, member, results)), results
 

@@ -149,7 +149,9 @@ class Chooser:
 def chooser(recipe: Recipe, model_sha256: str, plan: Plan, blocks: BlockModel, candidates: Candidates, texts: Texts, budget: int, journal: Journal, progress: Progress) -> Chooser:
     """Measure, unless the journal knows; then choose."""
     sensitivities = measured(model_sha256, plan, blocks, candidates, texts, budget, journal, progress)
-    evaluated = None if recipe.evaluate is None or texts.evaluation is None else (texts.evaluation.sha256, texts.evaluation.protocol, recipe.evaluate.engine)
+    evaluated = None
+    if recipe.evaluate is not None and texts.evaluation is not None:
+        evaluated = (texts.evaluation.sha256, texts.evaluation.protocol, recipe.evaluate.engine, recipe.run.activations, recipe.quantize.kv_cache)
     name = key(
         "correction", measured=_key(model_sha256, plan, candidates, texts), options=recipe.quantize.options.model_dump(), budget=recipe.quantize.budget, evaluation=evaluated
     )

@@ -13,7 +13,7 @@ import transformers
 
 from qforge import __version__
 from qforge.evaluate import gates
-from qforge.machine_limits import default_threads
+from qforge.machine_limits import usable_cores
 from qforge.models.model import Model
 from qforge.plan import Plan
 from qforge.recipe import Recipe
@@ -117,7 +117,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": cpu,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cores": default_threads(),
+        "cores": usable_cores(),
         "threads": torch.get_num_threads(),
     }
 

@@ -64,6 +64,7 @@ def gather_texts(recipe: Recipe, model: Model, plan: Plan, journal: Journal | No
         read = documents(recipe.evaluate.text, role="evaluation", folder=recipe.folder, tokenizer=tokenizer)
         evaluation = evaluation_windows(read, tokenizer, recipe.evaluate.window, context=context)
         _check_reach(recipe.evaluate.engine, model, evaluation)
+        _check_bytes(recipe, evaluation)
         notes += evaluation.notes
     section = recipe.calibration
     calibrated = bool(plan.needs) or importance.wanted(recipe)
@@ -130,6 +131,13 @@ def _check_reach(engine: str, model: Model, windows: EvaluationWindows) -> None:
     longest, spec = max(map(len, windows.ids), default=0), model.spec
     if engine != "transformers" and spec is not None and supports(spec) is None and longest > spec.max_positions:
         raise DataError(f"evaluate.window: windows have {longest} tokens, and the built-in runtime computes {spec.max_positions}{spec.beyond}: use engine: transformers")
+
+
+def _check_bytes(recipe: Recipe, windows: EvaluationWindows) -> None:
+    """Before any work: bits per byte are measured where the tokenizer tells which text each token stands for."""
+    gate = recipe.gates.get("bits_per_byte")
+    if gate is not None and gate.on != "off" and windows.bytes is None:
+        raise DataError("gates.bits_per_byte: this model's tokenizer does not tell which bytes of the text its tokens stand for, so that it cannot be measured; use perplexity")
 
 
 def _generated(recipe: Recipe, model: Model, journal: Journal) -> Documents:

@@ -48,6 +48,19 @@ def token_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[
     return [list(ids) for ids in encoded["input_ids"]]
 
 
+def read_otherwise(documents: Documents, tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """A note on documents that another tokenizer cuts otherwise; a few of them say that both read some strings in ways of their own.
+
+    Raises:
+        DataError: more than half: to the other one's model the ids of the first mean other text.
+    """
+    apart = sum(a != b for a, b in zip(token_ids(documents.texts, tokenizer), token_ids(documents.texts, other), strict=True))
+    said = f"{documents.source}: {apart} of {len(documents.texts)} documents are other token ids for the model that is compared with"
+    if 2 * apart > len(documents.texts):
+        raise DataError(f"{said}: their tokenizers differ; compare models that share a tokenizer")
+    return (f"{said}, which is scored on this one's",) if apart else ()
+
+
 def _offsets(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int64]] | None:
     """The characters `[tokens, 2]` (start, stop) that each token of each text stands for; None where the tokenizer does not tell."""
     if not tokenizer.is_fast:

@@ -67,6 +67,19 @@ def test_a_divergence_is_kept_in_two_tries(tmp_path: Path) -> None:
         run(tmp_path, "kl <= 1e-9")
 
 
+def test_what_is_measured_otherwise_has_a_correction_of_its_own(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "model")
+    write_recipe(tmp_path)
+    alone, after = [], []
+    for out, found in ((tmp_path / "alone", alone), (tmp_path / "out", after)):
+        for activations in ("fp", "int8") if out.name == "out" else ("int8",):
+            recipe = write_recipe(tmp_path, quantize={"method": "auto", "budget": "kl <= 0.02"}, export=[], run={"threads": 1, "activations": activations})
+            results = qforge.quantize(recipe, out=out)
+            assert results.auto is not None
+        found.append((results.auto["correction"], [layer.scheme for layer in results.layers]))
+    assert alone == after
+
+
 def test_choices_by_hand_win_and_the_report_explains(tmp_path: Path) -> None:
     tiny.make(tmp_path / "model")
     overrides = [{"match": DOWN, "scheme": "int8-g32-sym"}]

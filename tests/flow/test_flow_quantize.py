@@ -22,18 +22,21 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import qforge
+from qforge import pipeline
 from qforge.calibration.store import Piece
 from qforge.cli.main import main
 from qforge.engines.base import chunks
 from qforge.engines.transformers_engine import TransformersEngine
-from qforge.errors import DataError, NumericalError, OutputError, QforgeError
+from qforge.errors import DataError, NumericalError, OutputError, QforgeError, UnsupportedError
 from qforge.evaluate.compare import compare
 from qforge.evaluate.sides import read
 from qforge.files import sha256_tree
+from qforge.machine_limits import default_threads, usable_cores
 from qforge.models.model import open_model
 from qforge.report.facts import gather
 from qforge.report.junit import junit
 from qforge.stages.pieces import BlockPieces
+from qforge.text import windows
 from qforge.types import Results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -436,6 +439,37 @@ def test_a_run_that_finds_all_work_done_states_what_the_work_took(tmp_path: Path
     again = qforge.quantize(recipe, out=tmp_path / "out")
     assert again.timings["quantize"] == first.timings["quantize"]
     assert again.peak_rss_bytes >= max(v for k, v in first.memory.items() if k.startswith("peak"))
+
+
+def test_the_threads_of_a_recipe_are_those_of_all_that_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our runtime, which scores, and other engines take `default_threads`."""
+    tiny.make(tmp_path / "model")
+    measure, started = pipeline.evidence.measure_artifact, list[int]()
+
+    def scored(*given: Any, **named: Any) -> Any:
+        started.append(default_threads())
+        return measure(*given, **named)
+
+    monkeypatch.setattr(pipeline.evidence, "measure_artifact", scored)
+    qforge.quantize(write_recipe(tmp_path, quantize={"method": "rtn", "scheme": "int4-g32-sym"}, export=[], run={"threads": 7}), out=tmp_path / "out")
+    assert started == [7]
+    assert default_threads() == usable_cores()
+
+
+def test_a_gate_whose_figure_no_such_tokenizer_gives_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.make(tmp_path / "model")
+    monkeypatch.setattr(windows, "_offsets", lambda *_: None)
+    quantize = {"method": "rtn", "scheme": "int4-g32-sym"}
+    with pytest.raises(DataError, match=r"gates.bits_per_byte: .*use perplexity"):
+        qforge.quantize(write_recipe(tmp_path, quantize=quantize, export=[], gates={"bits_per_byte": "<= 9"}), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert qforge.quantize(write_recipe(tmp_path, quantize=quantize, export=[], gates={"bits_per_byte": {"limit": "<= 9", "on": "off"}}), out=tmp_path / "out").passed
+
+
+def test_an_engine_whose_folder_has_no_text_of_its_own_asks_for_a_model(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").touch()
+    with pytest.raises(UnsupportedError, match=r"onnxruntime needs a model to be compared with .--against."):
+        qforge.evaluate(tmp_path, engine="onnxruntime")
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])

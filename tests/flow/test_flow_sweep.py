@@ -183,6 +183,14 @@ def test_a_variant_that_fails_is_listed_and_the_others_are_there(tmp_path: Path,
     assert "NOT COMPUTED: weights are broken" in (tmp_path / "out" / "sweep.md").read_text()
 
 
+def test_a_budget_that_cannot_be_kept_is_listed_and_the_others_are_there(tmp_path: Path) -> None:
+    sweep = {"matrix": {"quantize.budget": ["kl <= 1e-9", "kl <= 0.02"]}}
+    found = qforge.sweep(prepared(tmp_path, quantize={"method": "auto", "budget": "4.5 bits"}, sweep=sweep), out=tmp_path / "out")
+    assert found.exit_code == 2
+    assert [v.error is None for v in found.variants] == [False, True]
+    assert "the best choice of these candidates is predicted to reach" in str(found.variants[0].error)
+
+
 def test_what_another_sweep_left_is_removed(tmp_path: Path) -> None:
     """Beside a sweep.json without it, it would look like one of its variants; what is not a run's stays."""
     quick = {"quantize": {"method": "rtn", "scheme": "int4-g32-sym"}}

@@ -14,14 +14,14 @@ from qforge.cli import machine
 from qforge.cli.doctor_command import report
 from qforge.cli.main import cli
 from qforge.errors import MissingCapabilityError
-from qforge.machine_limits import default_threads
+from qforge.machine_limits import usable_cores
 
 
 def test_json_says_everything() -> None:
     result = CliRunner().invoke(cli, ["doctor", "--json"], catch_exceptions=False)
     said = json.loads(result.stdout)
     assert said["ready"] is True
-    assert said["cpu"]["cores"] == default_threads()
+    assert said["cpu"]["cores"] == usable_cores()
     assert 0 < said["memory"]["available_bytes"] <= said["memory"]["total_bytes"]
     assert said["disk"]["free_bytes"] > 0
     versions = {p["name"]: p["version"] for p in said["packages"]}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qforge import machine_limits
-from qforge.machine_limits import available_memory, default_threads, free_memory, memory_limit
+from qforge.machine_limits import available_memory, default_threads, free_memory, memory_limit, threads_limited, usable_cores
 
 PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -48,17 +48,28 @@ CORES: dict[str, tuple[dict[str, str], int]] = {
 @pytest.mark.parametrize("case", CORES)
 def test_threads_are_no_more_than_a_quota_pays_for(tmp_path: Path, case: str) -> None:
     files, cores = CORES[case]
-    assert default_threads(root(tmp_path, files)) == cores
+    assert usable_cores(root(tmp_path, files)) == cores
+
+
+def test_a_limit_holds_within_and_ends_with_it() -> None:
+    with threads_limited(3):
+        with threads_limited(None):
+            assert default_threads() == usable_cores()
+        assert default_threads() == 3
+        with pytest.raises(KeyError), threads_limited(1):
+            raise KeyError
+        assert default_threads() == 3
+    assert default_threads() == usable_cores()
 
 
 def test_affinity_counts_and_without_it_the_cores_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_limits.os, "sched_getaffinity", lambda _: {3})
-    assert default_threads(root(tmp_path, {"cpu.max": "200000 100000"})) == 1
+    assert usable_cores(root(tmp_path, {"cpu.max": "200000 100000"})) == 1
     monkeypatch.delattr(machine_limits.os, "sched_getaffinity")
     monkeypatch.setattr(machine_limits.os, "cpu_count", lambda: 5)
-    assert default_threads(tmp_path / "none") == 5
+    assert usable_cores(tmp_path / "none") == 5
     monkeypatch.setattr(machine_limits.os, "cpu_count", lambda: None)
-    assert default_threads(tmp_path / "none") == 1
+    assert usable_cores(tmp_path / "none") == 1
 
 
 MEMORY: dict[str, tuple[dict[str, str], int | None]] = {

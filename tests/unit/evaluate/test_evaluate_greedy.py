@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from qforge import pipeline
 from qforge.engines.base import chunks
+from qforge.errors import DataError
 from qforge.evaluate.greedy import PROMPT, TOKENS, departures
 
 
@@ -51,6 +53,16 @@ def test_both_models_write_so_far_alike(tmp_path: Path) -> None:
     assert found.whole == pytest.approx(np.mean([e == TOKENS for e in expected]))
     assert found.mean_ci95 is not None
     assert found.mean_ci95[0] < found.mean < found.mean_ci95[1]
+
+
+def test_models_that_read_text_otherwise_are_not_compared(tmp_path: Path) -> None:
+    model, other = tiny.make(tmp_path / "model", layers=1), tiny.make(tmp_path / "other", layers=1)
+    raw = json.loads((other / "tokenizer.json").read_text())
+    raw["model"]["merges"] = raw["model"]["merges"][:5]
+    (other / "tokenizer.json").write_text(json.dumps(raw))
+    (tmp_path / "text.txt").write_text(" ".join(tiny.TEXT) * 12)
+    with pytest.raises(DataError, match=r"1 of 1 documents are other token ids.*their tokenizers differ"):
+        pipeline.evaluate(model, against=other, text=str(tmp_path / "text.txt"), window=64)
 
 
 def test_equal_models_never_part(tmp_path: Path) -> None:

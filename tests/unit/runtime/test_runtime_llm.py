@@ -19,7 +19,7 @@ from runtime_models import folder, greedy, model, prompts, quantized, transforme
 from safetensors.torch import load_file, save_file
 
 from qforge.errors import DataError, ModelError, UnsupportedError
-from qforge.runtime import LLM, SamplingParams
+from qforge.runtime import LLM, SamplingParams, running
 from qforge.runtime.detokenize import Detokenizer
 
 
@@ -261,6 +261,14 @@ def test_a_request_that_never_fits_is_refused_at_once(llm: LLM) -> None:
     with pytest.raises(DataError, match=r"needs 4 cache blocks of 16 tokens, and the pool has 3"):
         small.generate([[3] * 30], SamplingParams(max_tokens=20))
     assert len(small.generate([[3] * 30], SamplingParams(max_tokens=18, ignore_eos=True))[0].token_ids) == 18
+
+
+@pytest.mark.parametrize("activations", ["int16", "bf16", "int8"])
+def test_what_only_native_kernels_round_is_refused_without_them(monkeypatch: pytest.MonkeyPatch, activations: str) -> None:
+    """The reference computes in fp32 whatever it is asked for: its figures would pass for those of rounded activations."""
+    monkeypatch.setattr(running, "missing", lambda: "the native module was not built")
+    with pytest.raises(UnsupportedError, match=f"activations '{activations}' are rounded by the native kernels, and the native module was not built; use fp"):
+        LLM(model("llama"), activations=activations)
 
 
 def test_unknown_activations_are_refused_by_name() -> None:

@@ -17,6 +17,7 @@ from qforge.errors import DataError, MissingCapabilityError, OutputError, Qforge
 from qforge.plan import Plan
 from qforge.progress import Silent
 from qforge.recipe import load_members
+from qforge.runtime import running
 
 QUANTIZE = {"method": "rtn", "scheme": "int4-g32-sym"}
 GPTQ = {"method": "gptq", "scheme": "int4-g32-sym"}
@@ -306,3 +307,10 @@ def test_that_vllm_multiplies_linears_together_is_said(tmp_path: Path, more: dic
     notes = [note for note in planned(tmp_path, quantize={**QUANTIZE, **more}).notes if "as one linear" in note]
     assert bool(notes) is (told is not None)
     assert all(str(told) in note for note in notes)
+
+
+def test_rounded_activations_without_native_kernels_are_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "missing", lambda: "the native module was not built")
+    with pytest.raises(UnsupportedError, match=r"activations 'int8' are rounded by the native kernels.*; use fp"):
+        pipeline.quantize(recipe(tmp_path, run={"activations": "int8"}), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -17,7 +17,7 @@ from qforge.errors import DataError
 from qforge.text.calibration import calibration_set, generated, with_generated
 from qforge.text.documents import documents, from_texts
 from qforge.text.overlap import overlap
-from qforge.text.windows import evaluation_windows
+from qforge.text.windows import evaluation_windows, read_otherwise
 
 TEXT = " ".join(tiny.TEXT)
 
@@ -281,3 +281,15 @@ def test_where_nobody_answers_nothing_is_scored(tmp_path: Path, plain: Any) -> N
 
 def test_the_built_in_conversations_are_text_like_other_text(plain: Any) -> None:
     assert documents("builtin", role="evaluation", folder=Path(), tokenizer=plain).answers == ()
+
+
+def test_documents_that_another_tokenizer_cuts_otherwise(plain: Any) -> None:
+    other = copy.deepcopy(plain)
+    other.add_tokens(["river"])
+    assert ids(other, "the river") != ids(plain, "the river")
+    texts = ["the mill", "the river", "a lamp"]
+    assert read_otherwise(from_texts("t", texts[::2]), plain, other) == ()
+    (note,) = read_otherwise(from_texts("t", texts), plain, other)
+    assert "t: 1 of 3 documents are other token ids" in note
+    with pytest.raises(DataError, match=r"2 of 3 documents.*their tokenizers differ"):
+        read_otherwise(from_texts("t", ["the river", *texts[:2]]), plain, other)

@@ -50,7 +50,7 @@ class Executed:
 def missing(layout: str) -> str | None:
     """Why no engine can run checkpoints of a layout here, and what to do; None if one can."""
     engine, package = _ENGINES[layout]
-    if _python(package) is not None:
+    if interpreter(package) is not None:
         return None
     return f"{engine} runs {layout} checkpoints with the package {package}, which is not installed here: {_INSTALL.get(package, f'pip install {package}')}"
 
@@ -79,7 +79,7 @@ def run(layout: str, folder: Path, prompts: Sequence[Sequence[int]], modules: Se
         raise MissingCapabilityError(reason)
     usual, package = _ENGINES[layout]
     engine = engine or usual
-    python = foreign.interpreter("vllm", "vllm") if engine == "vLLM" else _python(package)
+    python = foreign.interpreter("vllm", "vllm") if engine == "vLLM" else interpreter(package)
     if python is None:
         raise MissingCapabilityError("vLLM is not installed here: make vllm")
     request = {"engine": engine.lower(), "prompts": [list(map(int, p)) for p in prompts], "modules": list(modules)}
@@ -100,7 +100,8 @@ def _probe(rows: int, inputs: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(0).standard_normal((rows, inputs), dtype=np.float32))
 
 
-def _python(package: str) -> Path | None:
+def interpreter(package: str) -> Path | None:
+    """The Python that has an engine's package; None if there is none."""
     if package == "gptqmodel":
         return foreign.interpreter(package, "gptqmodel")
     return Path(sys.executable) if importlib.util.find_spec(package) is not None else None

@@ -10,7 +10,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from qforge.engines import foreign, llama_cpp
-from qforge.errors import MissingCapabilityError, ModelError
+from qforge.errors import ModelError
 from qforge.export.gguf_vocabulary import template_name
 from qforge.export.imatrix import FILE as IMATRIX
 from qforge.models.assets import VOCABULARIES, load_tokenizer
@@ -38,6 +38,8 @@ def verify_text(format_name: str, paths: Sequence[Path], model: Model) -> list[V
 
     Returns:
         One verification, `text_equal` with a note on what differs; none where the program is not installed, or the format holds no tokenizer.
+    Raises:
+        MissingCapabilityError: the program did not answer in time.
     """
     ours = model.tokenizer()
     if format_name == "gguf":
@@ -57,10 +59,7 @@ def _in_llama_cpp(path: Path, ours: PreTrainedTokenizerBase) -> list[Verificatio
     if python is None:
         return []
     probes = [*_probes(ours), *APART]
-    try:
-        ids, _ = llama_cpp.tokenized(path, probes)
-    except MissingCapabilityError:
-        return []
+    ids, _ = llama_cpp.tokenized(path, probes)
     common, wanted_ids = len(probes) - len(APART), [ours(p).input_ids for p in probes]
     problem = _other_ids(probes[:common], wanted_ids[:common], ids[:common])
     limit = _other_ids(APART, wanted_ids[common:], ids[common:])

@@ -18,7 +18,7 @@ from qforge.models.model import Model
 from qforge.types import Verification
 
 _ORT = {"TYPE_FP32": "tensor(float)", "TYPE_FP16": "tensor(float16)", "TYPE_INT64": "tensor(int64)"}
-_SERVER = "not executed: Triton's server itself"
+SERVER = "not executed: Triton's server itself"
 
 
 def verify_triton(folder: Path, model: Model, scorer: Scorer, prompts: Sequence[Sequence[int]]) -> tuple[list[Verification], list[str]]:
@@ -32,9 +32,9 @@ def verify_triton(folder: Path, model: Model, scorer: Scorer, prompts: Sequence[
 
         done, left_out = verify_onnx(inner, model, scorer, prompts)
     try:
-        return [*done, verify_config(folder)], [*left_out, _SERVER]
+        return [*done, verify_config(folder)], [*left_out, SERVER]
     except MissingCapabilityError as e:
-        return done, [*left_out, str(e), _SERVER]
+        return done, [*left_out, str(e), SERVER]
 
 
 def verify_config(folder: Path) -> Verification:
@@ -69,6 +69,16 @@ def _found(path: Path) -> list[list[tuple[str, str, list[int]]]]:
     return [[(e.name, e.type, [d if isinstance(d, int) else -1 for d in e.shape]) for e in ends] for ends in (session.get_inputs(), session.get_outputs())]
 
 
+def client_missing() -> str | None:
+    """Why `config.pbtxt` cannot be parsed here, and what to do; None if it can."""
+    return None if _client() is not None else "config.pbtxt was not parsed: tritonclient is not installed here: pip install 'qforge[triton-server]'"
+
+
+def _client() -> Path | None:
+    package = importlib.util.find_spec("tritonclient")
+    return None if package is None or package.origin is None else Path(package.origin).parent
+
+
 def parsed(path: Path) -> Any:
     """A `config.pbtxt` as Triton's `ModelConfig` message.
 
@@ -76,10 +86,10 @@ def parsed(path: Path) -> Any:
         MissingCapabilityError: tritonclient is not installed.
         ModelError: the schema refuses the file.
     """
-    package = importlib.util.find_spec("tritonclient")
-    if package is None or package.origin is None:
-        raise MissingCapabilityError("config.pbtxt was not parsed: tritonclient is not installed here: pip install 'qforge[triton-server]'")
-    schema = Path(package.origin).parent / "grpc" / "model_config_pb2.py"  # alone: the package beside it imports grpc
+    client = _client()
+    if client is None:
+        raise MissingCapabilityError(str(client_missing()))
+    schema = client / "grpc" / "model_config_pb2.py"  # alone: the package beside it imports grpc
     spec = importlib.util.spec_from_file_location("model_config_pb2", schema)
     assert spec is not None
     assert spec.loader is not None

@@ -22,9 +22,10 @@ from qforge.export.card import write_card
 from qforge.export.gguf_mix import GgufMixExporter
 from qforge.export.imatrix import Imatrix
 from qforge.export.provenance import read_provenance
-from qforge.export.verify import verify
+from qforge.export.verify import lasting, verify, versions
 from qforge.export.verify_checkpoint import FORMATS as CHECKPOINTS
 from qforge.export.verify_text import verify_text
+from qforge.export.verify_triton import client_missing
 from qforge.files import LOCK, atomic_folder, readable_errors, sha256_tree, size_of
 from qforge.models.model import Model
 from qforge.progress import Progress
@@ -169,7 +170,7 @@ def verify_all(
     journal: Journal,
     progress: Progress,
 ) -> list[ExportResult]:
-    """Read every written export back; what was verified is kept in the journal.
+    """Read every written export back; what was verified is kept in the journal, unless something was left out for a reason that may pass.
 
     Args:
         recipe: with its `export` list.
@@ -185,21 +186,21 @@ def verify_all(
     if not any(e.path for e in exports):
         return list(exports)
     prompts = seeded_prompts((windows or _builtin_windows(artifact)).ids, POSITIONS)
-    done = []
+    done, programs = [], versions()
     for section, result in progress.track(list(zip(recipe.export, exports, strict=True)), "verify", len(exports)):
         if result.path is None:
             done.append(result)
             continue
-        missing = [llama_cpp.missing(), checkpoints.missing("gptq"), checkpoints.missing("mlx"), onnx_runtime.missing(), onnx_runtime.genai_missing(), openvino_runtime.missing()]
+        missing = [llama_cpp.missing(), onnx_runtime.missing(), onnx_runtime.genai_missing(), openvino_runtime.missing(), client_missing(), *map(checkpoints.missing, CHECKPOINTS)]
         missing += [tensorrt_runtime.missing(out / result.path)] if result.format == "tensorrt" else []
-        name = key("verify", form=3, artifact=artifact_sha256, export=result.sha256, format=result.format, prompts=prompts, engine=engine, missing=missing)
+        given = {"artifact": artifact_sha256, "export": result.sha256, "format": result.format, "prompts": prompts, "engine": engine}
+        name = key("verify", form=4, missing=missing, versions=programs, **given)
         found = journal.load(name)
         if found is None:
             found = ({}, _verified(result, section.type, out / result.path, artifact, engine, prompts))
-            journal.save(name, {"done": torch.ones(1)}, found[1])
-        value = found[1]
-        verified = [Verification(**v) for v in value["verified_by"]]
-        done.append(replace(result, lossless=value["lossless"], verified_by=verified, skipped_because=value["skipped_because"]))
+            if lasting(found[1]["left_out"], missing):
+                journal.save(name, {"done": torch.ones(1)}, found[1])
+        done.append(_with(result, found[1]))
     return done
 
 
@@ -207,10 +208,18 @@ def _verified(result: ExportResult, type_name: str | None, folder: Path, artifac
     paths = sorted(p for p in folder.rglob("*") if p.is_file())
     compared = artifact if exporter(result.format, type_name).holds_kv_scales else replace(artifact, kv_scales={})
     verified, left_out = verify(result.format, paths, artifact, engine_for(compared, engine), prompts)
-    verified = [*verified, *verify_text(result.format, paths, artifact)]
+    try:
+        verified = [*verified, *verify_text(result.format, paths, artifact)]
+    except MissingCapabilityError as e:
+        left_out = [*left_out, f"texts not compared: {e}"]
     equal = [v.weights_equal for v in verified if v.weights_equal is not None]
     lossless = all(equal) and not any(v.rounded for v in verified) if equal else None
-    return {"lossless": lossless, "verified_by": [asdict(v) for v in verified], "skipped_because": "; ".join(left_out) or None}
+    return {"lossless": lossless, "verified_by": [asdict(v) for v in verified], "left_out": left_out}
+
+
+def _with(result: ExportResult, value: dict[str, Any]) -> ExportResult:
+    """What `_verified` gave of an export, beside what is known of it."""
+    return replace(result, lossless=value["lossless"], verified_by=[Verification(**v) for v in value["verified_by"]], skipped_because="; ".join(value["left_out"]) or None)
 
 
 def export_one(artifact: Model, source: Path, format_name: str, type_name: str | None, folder: Path | None, progress: Progress) -> ExportResult:
@@ -244,8 +253,7 @@ def export_one(artifact: Model, source: Path, format_name: str, type_name: str |
         progress.note(f"{format_name} has no place for scales of keys and values: they are left out, and its engines keep keys and values as they like")
     matrix = _builtin_importance(artifact, progress) if importance.weighs(format_name, type_name) else None
     result = ExportResult(format_name, str(folder), **_write(artifact, format_name, type_name, folder, None, matrix))
-    value = _verified(result, type_name, folder, artifact, "auto", seeded_prompts(_builtin_windows(artifact).ids, POSITIONS))
-    return replace(result, lossless=value["lossless"], verified_by=[Verification(**v) for v in value["verified_by"]], skipped_because=value["skipped_because"])
+    return _with(result, _verified(result, type_name, folder, artifact, "auto", seeded_prompts(_builtin_windows(artifact).ids, POSITIONS)))
 
 
 def _beside(source: Path, format_name: str) -> Path:

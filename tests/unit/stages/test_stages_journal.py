@@ -1,9 +1,12 @@
-"""Pieces come back as they were, damaged ones count as absent, keys cover what decides the content."""
+"""Pieces come back as they were, damaged ones count as absent, keys cover what decides the content; what time or memory cut short is none."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.metadata
+import importlib.util
+import json
 import os
 import resource
 from collections.abc import Callable
@@ -11,17 +14,20 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import tiny
 import torch
 
+from qforge import pipeline
 from qforge.calibration.room import Room
 from qforge.calibration.store import Piece
+from qforge.engines import checkpoints, foreign, llama_cpp
 from qforge.errors import OutputError
 from qforge.methods import Options, find
 from qforge.scheme import parse
-from qforge.stages import journal
+from qforge.stages import exports, journal
 from qforge.stages.journal import Journal, key
 from qforge.stages.pieces import BlockPieces
-from qforge.types import LayerResult
+from qforge.types import ExportResult, LayerResult
 
 
 def test_pieces_round_trip_and_are_counted_once(tmp_path: Path) -> None:
@@ -176,3 +182,71 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(OutputError, match=r"the disk is full.*free some space"):
         Journal(tmp_path).save("x", {"a": torch.ones(1)}, None)
     assert not list(tmp_path.iterdir())
+
+
+def exported(folder: Path, quantize: dict[str, str], *formats: str) -> list[ExportResult]:
+    """Of one run, and of those after it in the same folder."""
+    if not (folder / "source").exists():
+        tiny.make(folder / "source", dtype=torch.bfloat16)
+    asked = {"version": 1, "model": {"source": "source"}, "quantize": quantize, "evaluate": None, "export": [{"format": f} for f in formats]}
+    (folder / "recipe.yaml").write_text(json.dumps(asked))
+    return pipeline.quantize(folder / "recipe.yaml", out=folder / "out").exports
+
+
+def without(monkeypatch: pytest.MonkeyPatch, folder: Path, *packages: str) -> None:
+    """As on a machine that lacks packages, also in environments of their own."""
+    installed = importlib.util.find_spec
+    monkeypatch.setenv("QFORGE_CACHE", str(folder / "cache"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in packages else installed(name, *rest))
+
+
+def test_an_export_is_executed_once_there_are_the_package_and_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bitsandbytes")
+    with monkeypatch.context() as bare:
+        without(bare, tmp_path, "bitsandbytes")
+        (result,) = exported(tmp_path, {"method": "nf4"}, "bitsandbytes")
+    assert "pip install 'qforge[bitsandbytes]'" in str(result.skipped_because)
+    with monkeypatch.context() as full:
+        full.setattr(checkpoints, "free_memory", lambda: 0)
+        (result,) = exported(tmp_path, {"method": "nf4"}, "bitsandbytes")
+    assert "0.0 are free" in str(result.skipped_because)
+    (result,) = exported(tmp_path, {"method": "nf4"}, "bitsandbytes")
+    assert result.skipped_because is None
+    assert [v.executed for v in result.verified_by] == [True, False]
+
+
+def test_an_export_is_executed_once_the_engine_answers_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xllamacpp")
+    with monkeypatch.context() as busy:
+        busy.setattr(llama_cpp, "_TIMEOUT_S", 0.001)
+        (result,) = exported(tmp_path, {"method": "rtn", "scheme": "int4-g32-sym"}, "gguf")
+    assert [v.engine for v in result.verified_by] == ["gguf package"]
+    assert str(result.skipped_because).startswith("llama.cpp: llama.cpp did not answer within 1 s")
+    assert "; texts not compared: llama.cpp did not answer within 1 s" in str(result.skipped_because)
+    (result,) = exported(tmp_path, {"method": "rtn", "scheme": "int4-g32-sym"}, "gguf")
+    assert [v.engine for v in result.verified_by] == ["gguf package", "llama.cpp", "tokenizer in llama.cpp"]
+    assert result.skipped_because is None
+
+
+def test_a_check_is_kept_while_the_same_engines_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where some are not there: what the others execute is not done again for these."""
+    checked, verify = [], exports.verify
+    monkeypatch.setattr(exports, "verify", lambda *given: checked.append(given[0]) or verify(*given))
+    formats = ("trtllm", "triton", "mlx", "gguf", "onnx")
+    without(monkeypatch, tmp_path, "tritonclient", "mlx_lm", "xllamacpp", "onnxruntime_genai")
+    for _ in range(2):
+        results = exported(tmp_path, {"method": "rtn", "scheme": "int4-g64-sym"}, *formats)
+        assert all(r.skipped_because for r in results)
+        assert checked == list(formats)
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.0" if name == "onnxruntime" else version(name))
+    exported(tmp_path, {"method": "rtn", "scheme": "int4-g64-sym"}, *formats)
+    assert checked == [*formats] * 2
+
+
+def test_a_check_is_made_again_by_another_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xllamacpp")
+    for version in ("1", "2", "2"):
+        monkeypatch.setattr(foreign, "version_of", lambda python, package, version=version: f"{package} {version}")
+        (result,) = exported(tmp_path, {"method": "rtn", "scheme": "int4-g32-sym"}, "gguf")
+        assert [v.version for v in result.verified_by if v.executed] == [f"xllamacpp {version}"]

@@ -196,7 +196,7 @@ class Followers:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """What is done together with them.
+        """What is done together with them; an interrupt of it ends them.
 
         Raises:
             MissingCapabilityError: it fails because one of them has ended; so then do all.
@@ -209,6 +209,10 @@ class Followers:
                 raise
             self.end()
             raise MissingCapabilityError(self._why) from e
+        except (KeyboardInterrupt, SystemExit):  # they ignore signals, and would wait for this process's part
+            for process in self._processes:
+                process.kill()
+            raise
 
     def _ended(self) -> str | None:
         """Which has ended, or does in this moment; of several one that a signal ended, since others end for want of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -182,10 +183,10 @@ class Torn:
         raise RuntimeError("connection closed by peer")
 
 
-def started(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Followers:
+def started(source: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Followers:
     """A follower that runs this script."""
     monkeypatch.setattr("qforge.apart.command", lambda _: [sys.executable, "-c", script])
-    return Followers([job(folder / "none")])
+    return Followers([job(source)])
 
 
 def job(source: Path) -> Job:
@@ -199,6 +200,38 @@ def test_a_follower_that_cannot_open_the_model_says_why(tmp_path: Path, capfd: p
     assert said.out == ""
     assert "none" in said.err
     assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_follower_that_has_its_weights_ends_with_its_input_and_not_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    """A terminal and systemd send theirs to all processes, and the server goes on for what runs."""
+    followers = Followers([job(artifact(tmp_path / "model"))])
+    followers.ready()
+    followers._processes[0].send_signal(number)
+    followers.end()
+    assert [p.poll() for p in followers._processes] == [0]
+
+
+PRINTS = """
+import os
+import qforge.runtime.follower as follower
+opens = follower.open_model
+follower.open_model = lambda *args, **named: print("a library opens") or opens(*args, **named)
+follower.join = lambda _: os.write(1, b"a library joins\\n" * 10000)  # more than a pipe holds
+follower.main()
+"""
+
+
+def test_what_libraries_print_in_a_follower_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    followers = started(artifact(tmp_path / "model"), monkeypatch, PRINTS)
+    assert followers.ready() == [4]
+    followers.tell(4)
+    followers.end()
+    assert [p.poll() for p in followers._processes] == [0]
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.count("a library opens\n") == 1
+    assert said.err.count("a library joins\n") == 10000
 
 
 def test_processes_take_no_python_file_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,14 +248,14 @@ def test_a_process_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(parallel, "_PATIENCE", 0.2)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.destroy_process_group", None)
-    followers = started(tmp_path, monkeypatch, "import time; time.sleep(600)")
+    followers = started(tmp_path / "none", monkeypatch, "import time; time.sleep(600)")
     followers.end()
     assert [p.poll() for p in followers._processes] == [-9]
 
 
 @pytest.mark.parametrize("failed", ["the pipe", "the exchange"])
 def test_a_process_that_has_ended_is_told_by_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: str) -> None:
-    followers = started(tmp_path, monkeypatch, "import os, sys; print(4, flush=True); sys.stdin.buffer.read(1); os._exit(7)")
+    followers = started(tmp_path / "none", monkeypatch, "import os, sys; print(4, flush=True); sys.stdin.buffer.read(1); os._exit(7)")
     assert followers.ready() == [4]
     runner = SharedRunner(Torn(), followers, 2)  # type: ignore[arg-type]
     for _ in range(2):  # it stays so
@@ -232,8 +265,25 @@ def test_a_process_that_has_ended_is_told_by_its_exit_code(tmp_path: Path, monke
 
 def test_another_error_of_a_step_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "_MOMENT", 0.1)
-    followers = started(tmp_path, monkeypatch, "import sys; print(4, flush=True); sys.stdin.buffer.read()")
+    followers = started(tmp_path / "none", monkeypatch, "import sys; print(4, flush=True); sys.stdin.buffer.read()")
+    assert followers.ready() == [4]
     with pytest.raises(RuntimeError, match="connection closed"):
         SharedRunner(Torn(), followers, 2).step(None)  # type: ignore[arg-type]
     followers.end()
     assert [p.poll() for p in followers._processes] == [0]
+
+
+class Interrupted(Torn):
+    """A runner whose step an interrupt ends."""
+
+    def step(self, step: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+
+def test_who_would_wait_for_the_rest_of_an_interrupted_step_is_killed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    followers = started(tmp_path / "none", monkeypatch, "import sys; print(4, flush=True); sys.stdin.buffer.read()")
+    assert followers.ready() == [4]
+    with pytest.raises(KeyboardInterrupt):
+        SharedRunner(Interrupted(), followers, 2).step(None)  # type: ignore[arg-type]
+    followers.end()
+    assert [p.poll() for p in followers._processes] == [-9]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qforge.errors import QforgeError, UnsupportedError
+from qforge.errors import MissingCapabilityError, QforgeError, UnsupportedError
 from qforge.runtime.sequence import FinishReason, Logprob, SamplingParams, Sequence
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Worker:
         self._ready: list[tuple[Callable[[Piece], None], Piece]] = []
         self._tickets: dict[int, Ticket] = {}
         self._changed = threading.Condition()
-        self._stopping = False
+        self._over: str | None = None  # why nothing is computed any more
         self._thread = threading.Thread(target=self._run, name="qforge-serve", daemon=True)
 
     def start(self) -> None:
@@ -87,7 +87,7 @@ class Worker:
     def stop(self) -> None:
         """Cancel what is left, and end."""
         with self._changed:
-            self._stopping = True
+            self._over = self._over or ENDING
             self._changed.notify_all()
         self._thread.join()
 
@@ -99,12 +99,12 @@ class Worker:
             whole: whether they want one piece each, at the end.
 
         Raises:
-            Overloaded: too many wait.
+            Overloaded: too many wait, or nothing is computed any more.
             DataError: as `Engine.add`.
         """
         with self._changed:
-            if self._stopping or not self.alive():
-                raise Overloaded(ENDING)
+            if not self.alive():
+                raise Overloaded(self._over or ENDING)
             if len(self._engine.scheduler.waiting) + len(requests) > MOST_WAITING:
                 raise Overloaded(f"{len(self._engine.scheduler.waiting):,} requests wait already, and at most {MOST_WAITING:,} may; ask again later")
             tickets: list[Ticket] = []
@@ -131,7 +131,7 @@ class Worker:
 
     def alive(self) -> bool:
         """Whether it still steps."""
-        return self._thread.is_alive()
+        return self._over is None and self._thread.is_alive()
 
     def counts(self) -> tuple[int, int]:
         """How many requests run and wait."""
@@ -140,18 +140,19 @@ class Worker:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._stopping or self._engine.busy())
-                if self._stopping:
-                    self._fail(ENDING)
+                self._changed.wait_for(lambda: self._over is not None or self._engine.busy())
+                if self._over is not None:
+                    self._fail(self._over)
                     self._deliver()
                     return
-            problem = None
+            problem, gone = None, False
             try:
                 self._engine.step()
             except Exception as e:
-                problem = _told(e)
+                problem, gone = _told(e), isinstance(e, MissingCapabilityError)  # of the runner, which has no way back
                 _log.error("a step failed: %s", problem)
             with self._changed:
+                self._over = problem if gone else self._over
                 self._hand_out(problem)
                 self._deliver()
 

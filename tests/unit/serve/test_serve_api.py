@@ -13,6 +13,7 @@ import openai
 import pytest
 import tiny
 
+from qforge.errors import MissingCapabilityError
 from qforge.runtime import LLM, SamplingParams
 from qforge.runtime.engine import Engine
 from qforge.runtime.sequence import Sequence
@@ -421,3 +422,26 @@ def test_logits_that_are_not_finite_are_a_servers_error_of_one_request(folder: P
         events = httpx.post(f"{url}/v1/completions", json={**body, "stream": True}).text.strip().split("\n\n")
         assert "not finite" in json.loads(events[-1].removeprefix("data: "))["error"]["message"]
         assert httpx.post(f"{url}/v1/completions", json={**body, "seed": 1}).status_code == 200
+
+
+def test_a_runner_that_is_gone_ends_the_computing_and_health_says_so(folder: Path) -> None:
+    llm = LLM(str(folder))
+    steps: list[object] = []
+
+    def gone(step: object, draws: object) -> list[int]:
+        time.sleep(0.2)
+        steps.append(step)
+        raise MissingCapabilityError("process 2 of 2 that share the model has ended")
+
+    server = running(llm)
+    with server as url:
+        body = {"prompt": "a", "max_tokens": 3}
+        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+        llm.runner.choose = gone  # type: ignore[method-assign]
+        answers = [httpx.post(f"{url}/v1/completions", json=body | {"stream": stream}) for stream in (False, True)]
+        assert [a.status_code for a in answers] == [500, 503]
+        assert [a.json()["error"]["message"] for a in answers] == ["process 2 of 2 that share the model has ended"] * 2
+        assert httpx.get(f"{url}/health").status_code == 503
+        assert (len(steps), server.app._worker.counts()) == (1, (0, 0))
+        server.app._worker._thread.join(5)
+        assert not server.app._worker._thread.is_alive()

@@ -178,7 +178,8 @@ class Server:
                         yield "".join([*events, _event(_error(_status(piece.error), piece.error))])
                         return
                     if piece.text or piece.finish_reason or piece.logprobs or choice.echo:
-                        events.append(_event(head | {"choices": [shape.part(choice, piece)]}))
+                        told = functools.partial(_part, head, shape, choice, piece)
+                        events.append(told() if piece.prompt_logprobs is None else await run_in_threadpool(told))
                     left -= piece.finish_reason is not None
                 if events:
                     yield "".join(events)
@@ -299,6 +300,10 @@ def _usage(choices: list[Choice], each: int) -> dict[str, Any]:
     prompt, cached = sum(s.num_prompt for s in prompts), sum(s.cached for s in prompts)
     generated = sum(c.ticket.tokens for c in choices)
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def _part(head: dict[str, Any], shape: _Shape, choice: Choice, piece: Piece) -> str:
+    return _event(head | {"choices": [shape.part(choice, piece)]})
 
 
 def _event(content: dict[str, Any]) -> str:

@@ -19,8 +19,10 @@ from qforge.runtime.engine import Engine
 from qforge.runtime.sequence import Sequence
 from qforge.serve import starlette_app as application
 from qforge.serve import uvicorn_server as listening
+from qforge.serve.choice import Choice
 from qforge.serve.starlette_app import Server
 from qforge.serve.uvicorn_server import bind, server_of
+from qforge.serve.worker import Piece
 
 MESSAGES = [{"role": "user", "content": "The miller"}]
 
@@ -144,6 +146,25 @@ def test_logprobs_are_the_runtimes_with_the_tokens_texts(client: openai.OpenAI, 
         assert "".join(p.text for p in parts) == got.choices[0].text
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
             assert [one for p in parts if p.logprobs for one in getattr(p.logprobs, name)] == getattr(found, name)
+
+
+def test_an_event_of_all_of_a_prompts_tokens_is_made_beside_the_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_prompt: list[threading.Thread] = []
+    completion = Choice.completion
+
+    def told(self: Choice, piece: Piece) -> dict[str, list[object]] | None:
+        if piece.prompt_logprobs is not None:
+            of_prompt.append(threading.current_thread())
+        return completion(self, piece)
+
+    monkeypatch.setattr(Choice, "completion", told)
+    server = running(LLM(str(folder)))
+    with server as url:
+        for stream in (False, True):
+            body = {"prompt": "The miller had", "max_tokens": 3, "echo": True, "logprobs": 1, "stream": stream}
+            assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+    assert len(of_prompt) == 2
+    assert server.thread not in of_prompt
 
 
 def test_an_echo_without_logprobs_is_the_prompt_as_it_was_or_reads(client: openai.OpenAI, alone: LLM) -> None:

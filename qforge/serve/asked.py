@@ -15,6 +15,7 @@ _IDLE: dict[str, tuple[Any, ...] | None] = {
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "best_of": (1,),
     "suffix": ("",), "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": None, "user": None,
     "metadata": None, "store": None, "service_tier": None, "safety_identifier": None, "prompt_cache_key": None,
+    "stream_options.include_obfuscation": (False,),
 }  # fmt: skip
 MOST_CHOICES = 128
 _USUAL_TOKENS = 16
@@ -29,9 +30,9 @@ _Ids = Annotated[list[int], Field(fail_fast=True)]
 class StreamOptions(BaseModel):
     """What a stream says at its end."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class Asked(BaseModel):
@@ -88,7 +89,7 @@ class Asked(BaseModel):
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with counts of tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check(self) -> None:
         """Refuse what is not done here.
@@ -98,7 +99,8 @@ class Asked(BaseModel):
         """
         if self.stream_options is not None and not self.stream:
             raise UnsupportedError("`stream_options` are of a stream, and `stream` is not asked for")
-        for name, value in (self.model_extra or {}).items():
+        of_stream = (self.stream_options.model_extra if self.stream_options else None) or {}
+        for name, value in [*(self.model_extra or {}).items(), *((f"stream_options.{name}", value) for name, value in of_stream.items())]:
             if value is None:
                 continue
             if name not in _IDLE:

@@ -230,7 +230,13 @@ def test_a_stop_string_ends_a_text_and_is_no_part_of_it(client: openai.OpenAI, a
         ("completions", {"prompt": ["a", ""]}, 400, "prompt 2 of 2: it is empty"),
         ("completions", {"prompt": "a", "top_k": -7}, 400, "top_k is -7"),
         ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "`stream` is not asked for"),
-        ("completions", {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}}, 400, "stream_options: Extra inputs"),
+        ("completions", {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}}, 400, "`stream_options.continuous_usage_stats` is not known here"),
+        (
+            "completions",
+            {"prompt": "a", "stream": True, "stream_options": {"include_obfuscation": True}},
+            400,
+            "`stream_options.include_obfuscation` is not supported here, only false",
+        ),
         ("completions", {"prompt": "a", "stop": ["x"] * 17}, 400, "`stop` has 17 strings"),
         ("completions", {"prompt": "a", "stop": "x" * 257}, 400, "at most 16 of at most 256 characters"),
         ("completions", {"prompt": [[5]] * 600, "n": 2}, 400, "1,200 continuations are asked for at once"),
@@ -258,6 +264,9 @@ def test_fields_that_ask_for_nothing_are_taken(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=9, max_completion_tokens=3, extra_body={"ignore_eos": True, "top_k": -1})  # type: ignore[arg-type]
     assert chat.usage is not None
     assert chat.usage.completion_tokens == 3  # the newer name's
+    for options in ({"include_usage": None, "include_obfuscation": None}, {"include_obfuscation": False}):
+        events = list(client.completions.create(model="tiny", prompt="a", max_tokens=2, stream=True, extra_body={"stream_options": options}))
+        assert [e.usage for e in events] == [None] * len(events)
 
 
 def test_a_method_that_is_none_of_a_routes_is_told_which_are(served: str) -> None:

@@ -48,7 +48,7 @@ class PromptReader:
         if all(isinstance(i, Integral) and not isinstance(i, bool) for i in items):
             return None, known([int(i) for i in items if isinstance(i, Integral)], self.vocab_size)
         if all(isinstance(i, Mapping) and isinstance(i.get("role"), str) and isinstance(i.get("content"), str) for i in items):
-            text = self._short(_whole(self._render(items)))
+            text = self._short(_whole(self._render(self._few(items))))
             return text, known(list(self.tokenizer().encode(text, add_special_tokens=False)), self.vocab_size)
         raise DataError("it is neither a text, nor a list of token ids, nor a list of messages with role and content")
 
@@ -58,6 +58,13 @@ class PromptReader:
         if len(text) > most:
             raise DataError(f"it has {len(text):,} characters; the model's context of {self.max_context:,} tokens holds fewer than {most:,}")
         return text
+
+    def _few(self, messages: list[Any]) -> list[Any]:
+        """The messages, each of which has at least a token; refused before a template, which nobody can end beside the main thread, goes over more than fit."""
+        characters = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
+        if len(messages) > self.max_context or characters > _LONGEST_TOKEN * self.max_context:
+            raise DataError(f"it has {len(messages):,} messages of {characters:,} characters; the model's context of {self.max_context:,} tokens holds fewer")
+        return messages
 
     def _render(self, messages: list[Any]) -> str:
         if not self.tokenizer().chat_template:

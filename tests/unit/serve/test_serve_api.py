@@ -14,7 +14,7 @@ import pytest
 import tiny
 
 from qforge.errors import MissingCapabilityError
-from qforge.runtime import LLM, SamplingParams
+from qforge.runtime import LLM, SamplingParams, prompts
 from qforge.runtime.engine import Engine
 from qforge.runtime.sequence import Sequence
 from qforge.serve import starlette_app as application
@@ -250,6 +250,18 @@ def test_what_is_not_done_is_refused_by_name(served: str, path: str, body: dict[
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert says in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"), [([{"role": "user", "content": ""}] * 257, "257 messages of 1,028"), ([{"role": "user", "content": "a" * 33_000}] * 2, "2 messages of 66,008")]
+)
+def test_more_messages_than_fit_are_refused_before_a_template_goes_over_them(served: str, monkeypatch: pytest.MonkeyPatch, messages: list[dict[str, str]], says: str) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(prompts, "apply_template", lambda messages, *_, **__: asked.append(messages) or "a")
+    answer = httpx.post(f"{served}/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert (answer.status_code, asked) == (400, [])
+    assert f"it has {says} characters; the model's context of 256 tokens holds fewer" in answer.json()["error"]["message"]
+    assert httpx.post(f"{served}/v1/chat/completions", json={"messages": messages[:1], "max_tokens": 1}).status_code == 200
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"prompt": "\\ud800"}'])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from qforge.ops.native_module import module
 from qforge.runtime.sampler import sample
 from qforge.runtime.scheduler import Piece
 from qforge.runtime.sequence import Draw, Logprob
@@ -21,8 +22,16 @@ def choose(runner: Runner, step: StepInput, pieces: list[Piece], draws: list[Dra
         if piece.tells_prompt:
             _note_prompt(piece, logits)
     ready = [(p, logits[p.stop - 1 - p.wanted :]) for p, logits in zip(pieces, rows, strict=True) if p.wants_logits]
-    found = iter(sample(torch.cat([logits for _, logits in ready]), draws) if ready else [])
+    found = iter(_sampled(torch.cat([logits for _, logits in ready]), draws) if ready else [])
     return [(p, [next(found) for _ in logits], _told(logits, p.sequence.params.logprobs)) for p, logits in ready]
+
+
+def _sampled(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
+    """As `sample`; with the native module as native steps choose, so that who wants no log-probabilities does not wait for a sorted vocabulary."""
+    native, vocabulary = module(), logits.shape[1]
+    if native is None:
+        return sample(logits, draws)
+    return [native.draw(row.data_ptr(), vocabulary, p.temperature, p.top_k, p.top_p, p.min_p, seed, at) for row, (p, seed, at) in zip(logits, draws, strict=True)]
 
 
 def _told(logits: torch.Tensor, most: int | None) -> Logprobs | None:

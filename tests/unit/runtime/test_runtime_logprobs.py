@@ -9,7 +9,7 @@ import torch
 from runtime_models import model, quantized
 
 from qforge.errors import DataError
-from qforge.runtime import LLM, SamplingParams
+from qforge.runtime import LLM, SamplingParams, logprobs
 from qforge.runtime.logprobs import of
 from qforge.runtime.sequence import Logprob, Output
 
@@ -93,3 +93,14 @@ def test_equal_ones_come_by_their_ids() -> None:
 def test_what_cannot_be_told_is_refused(given: dict[str, int]) -> None:
     with pytest.raises(DataError, match=next(iter(given))):
         SamplingParams(**given)
+
+
+def test_who_wants_them_makes_nobody_wait_for_a_sorted_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are native kernels they choose, as in steps in which nobody wants any."""
+
+    def sorts(*_: object) -> list[int]:
+        raise AssertionError("the reference sorts")
+
+    monkeypatch.setattr(logprobs, "sample", sorts)
+    found = opened("llama").generate(GIVEN[:2], [SamplingParams(max_tokens=3, temperature=1.0, seed=1), SamplingParams(max_tokens=3, logprobs=1)])
+    assert found[1].logprobs is not None

@@ -106,6 +106,7 @@ def quantize(
         with meter.stage("texts"):
             texts = gather_texts(recipe, model, planned, journal)
             workers.check(planned, texts.calibration)
+        meter.follow(out / "work" / f"meter-{artifacts.root_key(recipe, model_sha256, planned, texts)}.json", journal)
         for note in (*planned.notes, *texts.notes, *_promised(texts.evaluation)):
             progress.note(note)
         chooser = choice = None
@@ -145,10 +146,7 @@ def quantize(
             made = exports.verify_all(recipe, made, artifact, written["sha256"], engine, texts.evaluation, out, journal, progress)
             if recipe.evaluate is not None and recipe.evaluate.exports and texts.evaluation is not None:
                 made = exported.scored(made, merged, texts.evaluation, out, journal, progress)
-        if journal.computed:
-            meter.keep(out / "work" / "meter.json")
-        else:
-            meter.recall(out / "work" / "meter.json")
+        meter.conclude()
         results = outcome.assemble(recipe, model, planned, texts, written, evaluation, made, pieces, journal, meter, _estimate(recipe, planned, blocks, texts), choice)
         report.write(results.to_json(), out, list(recipe.report.formats))
     return results

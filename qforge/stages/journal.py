@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,12 @@ def machine() -> dict[str, Any]:
 
 
 class Journal:
-    """Pieces in one folder, and how many of them this run computed or found."""
+    """Pieces in one folder, and how many of them this run computed or found. `before_save` is called before a piece appears."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.computed = 0
+        self.before_save: Callable[[], None] = lambda: None
         self._found: set[str] = set()
 
     @property
@@ -95,6 +96,7 @@ class Journal:
         Raises:
             OutputError: the disk is full or cannot be written.
         """
+        self.before_save()
         write_file(self._path(name), [_written(n, t) for n, t in tensors.items()], {"json": json.dumps(value)})
         self.computed += count
 

@@ -9,26 +9,36 @@ import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from qforge.clock import Clock
 from qforge.files import write_text
 from qforge.ops.pages import return_free_heap
+from qforge.stages.journal import Journal
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's malloc.h
+PARTED = "quantize"  # the stage whose parts the clock tells
 
 
 class Meter:
-    """Seconds and peak resident bytes by stage name, resident bytes by moment; a stage that runs twice adds up its seconds and keeps its larger peak.
+    """Seconds and peak resident bytes by stage name, resident bytes by moment; a stage that runs twice adds up its seconds and keeps its larger peak. `clock`: parts of quantizing.
 
-    `clock`: the parts of quantizing.
+    All of this process alone: workers, and engines that run in processes of their own, are not counted (what the system tells of such is the largest of those that have ended,
+    and a new one begins with the peak of the process that starts it).
+
+    After `follow` and `conclude` they are figures of the work, whichever processes did it. A stage in which this process computes nothing, and a moment, has those of the process
+    that did it; of another stage the peak is the largest that was seen, and seconds go on from where it was cut short, or else are those of the last time.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.clock = Clock()
-        self._recalled = False
         self.peaks: dict[str, int] = {}
         self.resident = {"at start": _status("VmRSS")}
+        self._stage, self._since = "", 0.0  # that is open; of what is not yet added to its seconds
+        self._computed: set[str] = set()
+        self._path: Path | None = None
+        self._kept: dict[str, Any] = {"seconds": {}, "peaks": {}, "resident": {}, "parts": {}, "open": ""}
 
     def mark(self, moment: str) -> None:
         """Remember how much is resident now."""
@@ -41,26 +51,63 @@ class Meter:
             ctypes.CDLL(None).malloc_trim(0)
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # restarts the peak counter of this process (proc(5))
-        start = time.perf_counter()
+        self._stage, self._since = name, time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-            self.peaks[name] = max(self.peaks.get(name, 0), _status("VmHWM"))
+            self._measure()
+            self._stage = ""
 
-    def keep(self, path: Path) -> None:
-        """Remember this run's figures, so that a later run that finds all work done can state what the work took."""
-        write_text(path, json.dumps({"seconds": self.seconds, "peaks": self.peaks, "resident": self.resident, "parts": self.clock.seconds}))
-
-    def recall(self, path: Path) -> None:
-        """State the figures of the run that did the work, instead of this one's; stays as it is when none are kept."""
+    def follow(self, path: Path, journal: Journal) -> None:
+        """Go on from the figures in a file, if there are any, and keep them there, each time before a piece of the journal appears: what is found has been measured."""
         with contextlib.suppress(OSError, ValueError, KeyError):
-            kept = json.loads(path.read_text())
-            self.seconds, self.peaks, self.resident, self.clock.seconds, self._recalled = *(kept[k] for k in ("seconds", "peaks", "resident", "parts")), True
+            read = json.loads(path.read_text())
+            self._kept = {name: read[name] for name in self._kept}
+        self._path, journal.before_save = path, self._before_save
+        if journal.computed:  # in a stage before this
+            self._keep()
+
+    def conclude(self) -> None:
+        """From here on the figures are those of all the work: of stages that this process went through, since others are no part of it any more."""
+        self._keep()
+        whole = self._whole()
+        self.seconds, self.peaks = ({name: whole[kind][name] for name in self.seconds} for kind in ("seconds", "peaks"))
+        self.resident, self.clock.seconds = whole["resident"], whole["parts"]
 
     def peak(self) -> int:
-        """Largest resident size of the process so far (or of the recalled run), bytes."""
-        return max([0 if self._recalled else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, *self.peaks.values()])
+        """The largest, bytes."""
+        return max(self.peaks.values())
+
+    def _before_save(self) -> None:
+        self._computed.add(self._stage)
+        self._measure()
+        self._keep()
+
+    def _measure(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
+        self.peaks[self._stage] = max(self.peaks.get(self._stage, 0), _status("VmHWM"))
+        self._since = now
+
+    def _keep(self) -> None:
+        if self._path is not None:
+            write_text(self._path, json.dumps(self._whole()))
+
+    def _whole(self) -> dict[str, Any]:
+        """What was kept and what this process measured, together."""
+        kept, now = self._kept, [name for name in self.seconds if name in self._computed or name not in self._kept["seconds"]]
+        cut = {kept["open"]: kept["seconds"][kept["open"]]} if kept["open"] else {}
+        parts = kept["parts"]
+        if PARTED in now:
+            before = parts if PARTED in cut else {}
+            parts = {name: before.get(name, 0.0) + self.clock.seconds.get(name, 0.0) for name in before | self.clock.seconds}
+        return {
+            "seconds": kept["seconds"] | {name: cut.get(name, 0.0) + self.seconds[name] for name in now},
+            "peaks": kept["peaks"] | {name: max(kept["peaks"].get(name, 0), self.peaks[name]) for name in now},
+            "resident": self.resident | kept["resident"],
+            "parts": parts,
+            "open": self._stage,
+        }
 
 
 @contextlib.contextmanager

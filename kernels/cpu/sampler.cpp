@@ -105,27 +105,18 @@ int64_t most_likely(const float *logits, int64_t vocabulary) {
     constexpr int64_t kBlock = 64 * kLanes;
     float largest = logits[0];
     int64_t found = 0;  // where the block begins that has it
-    float sums[kLanes] = {};  // NaN is never larger, and would be passed over; a sum keeps it (and is NaN in hardly any other case)
     for (int64_t first = 0; first < vocabulary; first += kBlock) {
         const int64_t end = std::min(first + kBlock, vocabulary);
         float most[kLanes];
         for (float &m : most) m = largest;
         int64_t i = first;
         for (; i + kLanes <= end; i += kLanes)
-            for (int j = 0; j < kLanes; ++j) {
-                most[j] = logits[i + j] > most[j] ? logits[i + j] : most[j];
-                sums[j] += logits[i + j];
-            }
+            for (int j = 0; j < kLanes; ++j) most[j] = logits[i + j] > most[j] ? logits[i + j] : most[j];
         float here = *std::max_element(most, most + kLanes);
-        for (; i < end; ++i) {
-            here = std::max(here, logits[i]);
-            sums[0] += logits[i];
-        }
+        for (; i < end; ++i) here = std::max(here, logits[i]);
         if (here > largest) found = first;
         largest = std::max(largest, here);
     }
-    const auto is_nan = [](float x) { return std::isnan(x); };
-    if (std::any_of(sums, sums + kLanes, is_nan) && std::any_of(logits, logits + vocabulary, is_nan)) return -1;
     return std::isfinite(largest) ? std::find(logits + found, logits + vocabulary, largest) - logits : -1;
 }
 

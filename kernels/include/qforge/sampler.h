@@ -27,7 +27,7 @@ double weight_sum_avx2(const float *logits, int64_t n, double largest, double in
 double weight_sum_avx512(const float *logits, int64_t n, double largest, double inverse);
 
 double uniform(uint64_t seed, uint64_t position);  // [0, 1)
-int64_t most_likely(const float *logits, int64_t vocabulary);  // the first of equal ones; -1 where it is not finite, or any is NaN
+int64_t most_likely(const float *logits, int64_t vocabulary);  // the first of equal ones; -1 where it is not finite
 // `room`: reused memory of the calling thread
 int64_t draw(const float *logits, int64_t vocabulary, const Sampling &s, std::vector<Candidate> &room, WeightSum sum = weight_sum_portable);
 

@@ -124,7 +124,7 @@ def quantize(
                 pieces = artifacts.quantize(recipe, model_sha256, blocks, planned, texts, budget, journal, meter.clock, progress)
             with meter.stage("write"):
                 written = artifacts.write(out / "model", recipe, model, model_sha256, planned, texts, pieces, journal)
-                artifact = open_model(str(out / "model"))
+                artifact = open_model(str(out / "model"), trust_remote_code=recipe.model.trust_remote_code)
             evaluation = None
             if recipe.evaluate is not None and texts.evaluation is not None:
                 with meter.stage("evaluate"):

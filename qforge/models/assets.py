@@ -139,9 +139,10 @@ def generation_config(folder: Path) -> dict[str, Any]:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The asset files that a folder has, `*.tiktoken` and named chat templates (in `TEMPLATE_FOLDER`) included."""
+    """The asset files that a folder has, `*.tiktoken`, named chat templates (in `TEMPLATE_FOLDER`) and, where the config names code of the model's own, Python files included."""
     named = [folder / name for name in ASSET_FILES if (folder / name).is_file()]
-    return [*named, *sorted(folder.glob("*.tiktoken")), *named_templates(folder)]
+    code = sorted(folder.glob("*.py")) if (folder / "config.json").is_file() and read_json(folder / "config.json").get("auto_map") else []
+    return [*named, *sorted(folder.glob("*.tiktoken")), *named_templates(folder), *code]
 
 
 def named_templates(folder: Path) -> list[Path]:

@@ -47,7 +47,7 @@ def explain(recipe: Recipe, results: Results, out: Path) -> Results:
         engine = {"engine": recipe.evaluate.engine, "activations": recipe.run.activations}
         name = key("blame", form=3, model=results.model["sha256"], artifact=results.artifact["sha256"], text=windows.sha256, protocol=windows.protocol, **engine)
         found = journal.load(name, count=False)
-        made = _measured(recipe, original, open_model(str(out / "model")), windows.ids) if found is None else blame_from(found[1])
+        made = _measured(recipe, original, open_model(str(out / "model"), trust_remote_code=section.trust_remote_code), windows.ids) if found is None else blame_from(found[1])
         if found is None:
             journal.save(name, {"done": torch.ones(1)}, asdict(made), count=False)
         explained = replace(results, blame=made)

@@ -126,7 +126,7 @@ def _speed(folder: Path, path: str, member: Recipe, results: Results) -> float |
     name = key("speed", artifact=results.artifact["sha256"], activations=member.run.activations)
     found = journal.load(name)
     if found is None:
-        model = open_model(str(folder / path / "model"))
+        model = open_model(str(folder / path / "model"), trust_remote_code=member.model.trust_remote_code)
         if supports(model.spec) is not None:
             return None
         found = ({}, decode_speed(LLM(model, activations=member.run.activations, threads=member.run.threads)))

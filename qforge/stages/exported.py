@@ -83,7 +83,7 @@ def scored(exports: Sequence[ExportResult], merged: Model, windows: EvaluationWi
 
 
 def _figures(result: ExportResult, merged: Model, windows: EvaluationWindows, out: Path, journal: Journal) -> ExportFigures | None:
-    scorer = None if result.path is None else _scorer(result.format, out / result.path)
+    scorer = None if result.path is None else _scorer(result.format, out / result.path, trust_remote_code=merged.trust_remote_code)
     if scorer is None:
         return None
     name = key("exported", export=result.sha256, reference=merged.fingerprint(), engine=[scorer.name, scorer.version], text=windows.sha256, protocol=windows.protocol)
@@ -96,7 +96,7 @@ def _figures(result: ExportResult, merged: Model, windows: EvaluationWindows, ou
     return ExportFigures(**value)
 
 
-def _scorer(format_name: str, folder: Path) -> Scorer | None:
+def _scorer(format_name: str, folder: Path, *, trust_remote_code: bool) -> Scorer | None:
     """What runs an export; None for a format that nothing here runs."""
     if format_name == "gguf":
         return foreign("llama.cpp", next(p for p in sorted(folder.glob("*.gguf")) if p.name != IMATRIX))
@@ -104,7 +104,7 @@ def _scorer(format_name: str, folder: Path) -> Scorer | None:
         return foreign("onnxruntime", folder)
     if format_name == "tensorrt":
         return foreign("tensorrt", folder)
-    return TransformersEngine(open_model(str(folder))) if format_name in CHECKPOINTS else None
+    return TransformersEngine(open_model(str(folder), trust_remote_code=trust_remote_code)) if format_name in CHECKPOINTS else None
 
 
 def figures(e: Evaluation) -> ExportFigures:

@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.process
 import random
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from qforge.calibration.store import Piece
 from qforge.cli.main import main
 from qforge.engines.base import chunks
 from qforge.engines.transformers_engine import TransformersEngine
-from qforge.errors import DataError, NumericalError, OutputError, QforgeError, UnsupportedError
+from qforge.errors import DataError, ModelError, NumericalError, OutputError, QforgeError, UnsupportedError
 from qforge.evaluate.compare import compare
 from qforge.evaluate.sides import read
 from qforge.files import sha256_tree
@@ -439,6 +440,36 @@ def test_a_run_that_finds_all_work_done_states_what_the_work_took(tmp_path: Path
     again = qforge.quantize(recipe, out=tmp_path / "out")
     assert again.timings["quantize"] == first.timings["quantize"]
     assert again.peak_rss_bytes >= max(v for k, v in first.memory.items() if k.startswith("peak"))
+
+
+def test_a_model_that_brings_its_own_code_is_quantized_and_takes_it_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    tiny.make(tmp_path / "plain")
+    source = tiny.make(tmp_path / "model")
+    config = json.loads((source / "config.json").read_text())
+    own = {"model_type": "tiny-own", "auto_map": {"AutoConfig": "own_config.OwnConfig", "AutoModelForCausalLM": "own_model.OwnForCausalLM"}, "architectures": ["OwnForCausalLM"]}
+    (source / "config.json").write_text(json.dumps(config | own))
+    (source / "own_config.py").write_text('from transformers import LlamaConfig\n\n\nclass OwnConfig(LlamaConfig):\n    model_type = "tiny-own"\n')
+    code = "from transformers import LlamaForCausalLM\n\nfrom .own_config import OwnConfig\n\n\nclass OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    (source / "own_model.py").write_text(code)
+    evaluate = {"text": "evaluation.txt", "window": 64, "engine": "transformers", "exports": True}
+    results, plain = (
+        qforge.quantize(write_recipe(tmp_path, model={"source": name, "trust_remote_code": True}, export=[{"format": "gptq"}], evaluate=evaluate), out=tmp_path / f"out-{name}")
+        for name in ("model", "plain")
+    )
+    assert results.evaluation is not None
+    assert plain.evaluation is not None
+    assert results.evaluation.kl_mean == plain.evaluation.kl_mean
+    assert results.exports[0].lossless
+    assert results.exports[0].measured is not None
+    for folder in (tmp_path / "out-model" / "model", tmp_path / "out-model" / "exports" / "gptq"):
+        assert (folder / "own_model.py").read_text() == code
+        assert type(open_model(str(folder), trust_remote_code=True).config).__name__ == "OwnConfig"
+    (source / "own_model.py").write_text(code + "\n# another\n")
+    assert open_model(str(source), trust_remote_code=True).fingerprint() != results.model["sha256"]
+    with pytest.raises(ModelError, match="only where the recipe says trust_remote_code: true"):
+        qforge.quantize(write_recipe(tmp_path, export=[]), out=tmp_path / "other")
 
 
 def test_the_threads_of_a_recipe_are_those_of_all_that_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

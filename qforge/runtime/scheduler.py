@@ -1,7 +1,7 @@
 """Which tokens of which sequences the next step computes: continuous batching over a pool of cache blocks. Standard library only.
 
-At every step finished sequences leave and waiting ones enter, first come first served. Long prompts are computed in pieces, so that others go on meanwhile, and those that
-do not fit one step leave some of it to who came later.
+At every step finished sequences leave and waiting ones enter, first come first served, but for those that wait for what another is computing. Long prompts are computed in pieces,
+so that others go on meanwhile, and those that do not fit one step leave some of it to who came later.
 When the pool runs out, the youngest running sequence gives its blocks back and is computed again later; its tokens stay.
 """
 
@@ -17,6 +17,7 @@ from qforge.runtime.blocks import BlockPool
 from qforge.runtime.sequence import FinishReason, Sequence
 
 _LEFT = 4  # prompts longer than a step leave the fourth part of it to shorter ones
+_MOST_PASSED = 256  # waiting sequences that are looked up at a step, and wait on
 _LOGITS = 128  # prompt tokens of a step whose logits are wanted: each has the size of the vocabulary
 
 
@@ -118,9 +119,18 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.block_table or sequence in self.running:  # an older one may have preempted it just now, and it holds nothing then
                 self._join(step, sequence)
-        while step.left and self.waiting and len(self.running) < self._max_num_seqs and self._enter(self.waiting[0]):
-            self.running.append(self.waiting.popleft())
-            self._join(step, self.running[-1])
+        passed = 0
+        while step.left and passed < min(len(self.waiting), _MOST_PASSED) and len(self.running) < self._max_num_seqs:
+            sequence = self.waiting[passed]
+            found = self._found(sequence)
+            if found is None:
+                passed += 1
+            elif self._enter(sequence, found):
+                del self.waiting[passed]
+                self.running.append(sequence)
+                self._join(step, sequence)
+            else:
+                break
         self._fill(step)
         pieces, left = step.pieces, step.left
         if guess is not None:
@@ -152,14 +162,15 @@ class Scheduler:
         self.running.remove(sequence)
         self._give_back(sequence)
 
-    def _enter(self, sequence: Sequence) -> bool:
-        """Whether there is room for a waiting sequence, beside what those that run are to have for the tokens that they have; it then holds what the cache has of it.
-        Who comes next to where another is computing the same waits for that."""
-        found: list[int] = []
-        if self._prefix_cache and sequence.params.prompt_logprobs is None:
-            found = prefixes.find(sequence, self.pool, self.block_size)
-            if prefixes.coming(sequence, len(found), self.running):
-                return False
+    def _found(self, sequence: Sequence) -> list[int] | None:
+        """What the cache has of a waiting sequence; None while another is computing what comes next: it then waits for that, holds nothing, and lets others pass."""
+        if not self._prefix_cache or sequence.params.prompt_logprobs is not None:
+            return []
+        found = prefixes.find(sequence, self.pool, self.block_size)
+        return None if prefixes.coming(sequence, len(found), self.running) else found
+
+    def _enter(self, sequence: Sequence, found: list[int]) -> bool:
+        """Whether there is room for a waiting sequence, beside what those that run are to have for the tokens that they have; it then holds what was found of it."""
         free = self.pool.num_free - sum(not self.pool.owners(b) for b in found)
         promised = sum(max(0, self._blocks_for(len(s.tokens)) - len(s.block_table)) for s in self.running)
         if self._blocks_for(len(sequence.tokens)) - len(found) > free - promised:

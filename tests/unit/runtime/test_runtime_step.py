@@ -181,6 +181,37 @@ def test_who_begins_alike_waits_for_the_first() -> None:
     assert _places(scheduler.schedule()) == [(1, 20, 21), (2, 20, 21), (3, 0, 30)]
 
 
+def _unlike(number: int, prompt: int) -> Sequence:
+    return Sequence(number, [number] * prompt, prompt, SamplingParams(), 0, prompt + 4, frozenset())
+
+
+def test_who_waits_for_anothers_blocks_lets_others_pass_and_keeps_its_place() -> None:
+    scheduler = Scheduler(BlockPool(30), 16, 2, 16, prefix_cache=True)
+    for s in (_sequence(0, 60), _sequence(1, 60), _sequence(2, 60), _unlike(3, 3), _unlike(4, 3), _unlike(5, 3)):
+        scheduler.add(s)
+    steps, waiting = [], []
+    for _ in range(6):
+        pieces = scheduler.schedule()
+        scheduler.advance(pieces)
+        steps.append(_places(pieces))
+        waiting.append([s.id for s in scheduler.waiting])
+        assert not any(s.block_table for s in scheduler.waiting)
+        for p in pieces:
+            if p.wants_logits:
+                scheduler.finish(p.sequence, FinishReason.LENGTH)
+    assert steps[:3] == [[(0, 0, 13), (3, 0, 3)], [(0, 13, 26), (4, 0, 3)], [(0, 26, 39), (5, 0, 3)]]
+    assert waiting[:3] == [[1, 2, 4, 5], [1, 2, 5], [1, 2]]
+    assert steps[3:] == [[(0, 39, 55)], [(0, 55, 60), (1, 48, 59)], [(1, 59, 60), (2, 48, 60)]]
+
+
+def test_nobody_passes_who_lacks_room() -> None:
+    scheduler = Scheduler(BlockPool(8), 16, 4, 16, prefix_cache=True)
+    for s in (_sequence(0, 60), _sequence(1, 60), _unlike(2, 80), _unlike(3, 3)):
+        scheduler.add(s)
+    assert _places(scheduler.schedule()) == [(0, 0, 16)]
+    assert [s.id for s in scheduler.waiting] == [1, 2, 3], "the second waits for the first, the third for a fifth block, and the fourth for its turn"
+
+
 def _again(scheduler: Scheduler, prompt: int, *, plain: bool = False) -> Sequence:
     sequence = _sequence(9, prompt)
     _done(Scheduler(scheduler.pool, 16, 4, 64) if plain else scheduler, sequence)

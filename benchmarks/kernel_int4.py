@@ -38,6 +38,8 @@ from qforge.scheme import parse
 ROWS = (1, 8, 32, 128)
 LEAST_COLD = 128 << 20
 ROUNDS = 15
+STEADY = 1.1  # of a round of one row, the slower to the faster read, before and after it; else memory has changed its speed meanwhile, and the round does not count
+MORE = 4  # times as many rounds of one row at most, until half of ROUNDS count
 
 
 def kernels() -> Iterator[tuple[str, str, NativeRounded | NativeBf16 | NativeKernel]]:
@@ -83,31 +85,48 @@ def measure(size: int, threads: int, library: str | None) -> list[dict[str, Any]
             assert (torch.from_numpy(y) - x @ weight.T).norm() < 0.12 * (x @ weight.T).norm(), "ggml did not multiply"
             name = f"llama.cpp Q4_0 repacked ({' '.join(ggml.features())})"
             calls[name, rows], read_bytes[name] = (run, n), size * size // 32 * 18
-    words, reader, reading = np.ones(copies * codes // 8, np.uint64), context(threads), float("inf")
-    shares = {name: list[float]() for name, _ in calls}  # shares: of what the better of two reads just before gave
+    words, reader = np.ones(copies * codes // 8, np.uint64), context(threads)
+    shares = {name: list[float]() for name, _ in calls}  # of what was read meanwhile
     best: dict[tuple[str, int], float] = dict.fromkeys(calls, float("inf"))
+    reads: list[float] = []
+
+    def take_turn(key: tuple[str, int]) -> None:
+        run, n = calls[key]
+        before = _read(reader, words) if key[1] == 1 else 0.0
+        seconds = _timed(run) / n
+        best[key] = min(best[key], seconds)
+        if "llama" in key[0]:
+            time.sleep(0.3)  # until the threads that it left spinning rest: they would take from the next read and from the next product
+        if key[1] == 1:
+            around = sorted((before, _read(reader, words)))
+            reads.extend(around)
+            if around[1] <= STEADY * around[0]:
+                shares[key[0]].append(read_bytes[key[0]] / seconds * around[0] / words.nbytes)
+
     order = list(calls)
     for _ in range(ROUNDS):  # in turn, so that what disturbs the machine disturbs all
         for key in order:
-            run, n = calls[key]
-            read = min(_timed(lambda: reader.read(words.ctypes.data, len(words))) for _ in range(2)) if key[1] == 1 else 0.0
-            seconds = _timed(run) / n
-            best[key] = min(best[key], seconds)
-            if read:
-                reading = min(reading, read)
-                shares[key[0]].append(read_bytes[key[0]] / seconds * read / words.nbytes)
-            if "llama" in key[0]:
-                time.sleep(0.3)  # until the threads that it left spinning rest: they would take from the next read and from the next product
+            take_turn(key)
         order = order[5:] + order[:5]  # whoever is first after the rest takes 5 to 8 % longer
+    for _ in range(MORE * ROUNDS):
+        for key in order:
+            if key[1] == 1 and len(shares[key[0]]) < ROUNDS // 2:
+                take_turn(key)
+    reading = min(reads)
     speed = words.nbytes / reading
     return [
         {
             "size": size, "kernel": k, "rows": m, "microseconds": s * 1e6, "gmac_per_second": m * size * size / s / 1e9,
             "weight_bytes_per_second": read_bytes[k] / s, "read_bytes_per_second": speed, "cold_bytes": copies * codes,
-            "read_share": statistics.median(shares[k]) if m == 1 else None,
+            "read_share": statistics.median(shares[k]) if m == 1 and shares[k] else None, "steady_rounds": len(shares[k]) if m == 1 else None,
         }
         for (k, m), s in best.items()
     ]  # fmt: skip
+
+
+def _read(reader: Any, words: np.ndarray) -> float:
+    """Seconds, the better of two reads."""
+    return min(_timed(lambda: reader.read(words.ctypes.data, len(words))) for _ in range(2))
 
 
 def _copies(weight: NativeWeight, count: int) -> list[NativeWeight]:
@@ -136,15 +155,23 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     beside = "" if cache is None else f", last-level cache {cache >> 20} MiB"
     yield f"{result['date']}, {result['machine']}. Sequential read in turn with the products: {speeds} GB/s. `{result['command']}`\n"
     yield f"Cold weights and what is read: {cold} MiB{beside}.\n"
-    yield "One row: the share of the read bandwidth at which the weight's own bytes come, the median of rounds, each beside the better of two reads."
+    yield "One row: the share of the read bandwidth at which the weight's own bytes come, the median of rounds, each beside the best of two reads before and two"
+    yield f"after it{_rounds(result)}."
     yield "Microseconds: the best round. More rows: 10^9 multiplications a second.\n"
     yield "| size | kernel | " + " | ".join(f"{m} row{'s' * (m > 1)}" for m in ROWS) + " |\n|---|---|" + "---|" * len(ROWS)
     for size in dict.fromkeys(r["size"] for r in result["rows"]):
         for kernel in dict.fromkeys(r["kernel"] for r in result["rows"]):
             found = {r["rows"]: r for r in result["rows"] if r["size"] == size and r["kernel"] == kernel}
-            share = found[1].get("read_share") or found[1]["weight_bytes_per_second"] / found[1]["read_bytes_per_second"]
-            cells = [f"{found[1]['microseconds']:.0f} us, {share:.0%}"] + [f"{found[m]['microseconds']:.0f} us, {found[m]['gmac_per_second']:.0f}" for m in ROWS[1:]]
+            share = found[1]["read_share"]
+            cells = [f"{found[1]['microseconds']:.0f} us, {'memory was never steady' if share is None else f'{share:.0%}'}"] + [
+                f"{found[m]['microseconds']:.0f} us, {found[m]['gmac_per_second']:.0f}" for m in ROWS[1:]
+            ]
             yield f"| {size} | {kernel} | " + " | ".join(cells) + " |"
+
+
+def _rounds(result: dict[str, Any]) -> str:
+    kept = [r["steady_rounds"] for r in result["rows"] if r.get("steady_rounds") is not None]
+    return f"; {min(kept)} to {max(kept)} rounds count, in which these differ by less than {STEADY - 1:.0%}" if kept else ""
 
 
 def _processor() -> str:

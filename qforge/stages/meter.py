@@ -79,8 +79,9 @@ class Meter:
         return max(self.peaks.values())
 
     def _before_save(self) -> None:
-        self._computed.add(self._stage)
-        self._measure()
+        if self._stage:  # what is saved between stages took none of their time
+            self._computed.add(self._stage)
+            self._measure()
         self._keep()
 
     def _measure(self) -> None:

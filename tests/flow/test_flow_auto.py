@@ -62,6 +62,7 @@ def test_a_divergence_is_kept_in_two_tries(tmp_path: Path) -> None:
     assert 0.01 < measured <= 0.022
     assert (measured > 0.02) == any("was asked for and" in w for w in results.warnings)
     assert results.auto["correction"] is not None
+    assert {"open", "choose", "quantize", "evaluate"} <= set(results.timings) <= {"open", "texts", "choose", "quantize", "write", "evaluate", "tasks", "export", "verify"}
     assert run(tmp_path, "kl <= 0.02").work["computed"] == 0
     with pytest.raises(RecipeError, match=r"kl <= 1e-9: the best choice of these candidates is predicted to reach"):
         run(tmp_path, "kl <= 1e-9")
